@@ -158,28 +158,6 @@ def _innermost(environment: Mapping[str, str]) -> _Variables | None:
     return None
 
 
-def expected_world_size(environment: Mapping[str, str] | None = None) -> tuple[int, str] | None:
-    """Return the number of processes that mpirun or srun started, and the variable that tells it.
-
-    Args:
-        environment: the environment variables; ``os.environ`` if None.
-
-    Returns:
-        The number and the variable's name; None without such a launcher.
-
-    Example::
-
-        >>> expected_world_size({"SLURM_NTASKS": "2"})
-        (2, 'SLURM_NTASKS')
-    """
-    environment = os.environ if environment is None else environment
-    for names in _LAUNCHERS:
-        for name in names.world_size:
-            if name in environment and names.launcher != "torchrun":
-                return _number(environment, name), name
-    return None
-
-
 def check_world_size(
     world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
@@ -211,16 +189,19 @@ def check_world_size(
 Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the mpirun \
 that mpi4py was built for
     """
-    expected = expected_world_size(environment)
+    environment = os.environ if environment is None else environment
     if world_size is None:
         import torch.distributed as dist
 
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if expected is None or world_size >= expected[0]:
+    # Of mpirun in a Slurm job, or of srun in a larger one, the innermost variable counts.
+    names = [n for names in _LAUNCHERS if names.launcher != "torchrun" for n in names.world_size]
+    name = next((name for name in names if name in environment), None)
+    if name is None or world_size >= _number(environment, name):
         return
     met = "1 rank has" if world_size == 1 else f"{world_size} ranks have"
     raise RuntimeError(
-        f"{expected[1]} is {expected[0]}, but only {met} met: each process would train alone. Let "
+        f"{name} is {environment[name]}, but only {met} met: each process would train alone. Let "
         "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "
         "mpirun that mpi4py was built for"
     )

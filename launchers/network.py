@@ -164,7 +164,12 @@ def find_route(host: str, interface: str | None = None) -> Route:
     head = _resolve(host)
     own = _addresses()
     if interface is not None:
-        address = interface_address(interface)
+        address = next((other for name, other in own if name == interface), "")
+        if not address:
+            raise ValueError(
+                f"--interface {interface}: this machine has no such interface with an address; it "
+                f"has {_listed(own)}"
+            )
     else:
         address = _source_address(head, host)
         if is_loopback(head) and host not in ("localhost", head):
@@ -179,22 +184,6 @@ def find_route(host: str, interface: str | None = None) -> Route:
     if name is None:
         raise ValueError(f"no interface of this machine has the address {address}: --interface")
     return Route(name, address, head, is_head)
-
-
-def interface_address(name: str) -> str:
-    """Return the first address of an interface.
-
-    Raises:
-        ValueError: if there is no such interface, or it has no address.
-    """
-    own = _addresses()
-    for other, address in own:
-        if other == name:
-            return address
-    raise ValueError(
-        f"--interface {name}: this machine has no such interface with an address; it has "
-        f"{_listed(own)}"
-    )
 
 
 def _resolve(host: str) -> str:

@@ -125,6 +125,10 @@ class Ranks:
         self._store.close()
 
 
+RanksOf = Callable[[int], Ranks]
+"""The fixture ``ranks_of``: a function from a number of ranks to running ranks."""
+
+
 def _serve(rank: int, world_size: int, backend: str, store: str, connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

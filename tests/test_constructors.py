@@ -26,7 +26,7 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated
 from comm_hooks.optim import private
-from comm_hooks.optim.private import GaussianMechanism, PerSampleGradients
+from comm_hooks.optim.private import GaussianMechanism, PerSampleGradients, PoissonLoader
 
 ODD: tuple[Any, ...] = (
     *(
@@ -55,6 +55,13 @@ _OTHERS = ("ClippedGradients", "ClippedSum", "NoisedOptimizer", "PublicTransform
 _OTHERS += ("Verdict", "Compressor", "Memory", "Transport")
 # These need a process group.
 _OTHERS += ("TorchDistributed", "MPITransport")
+
+# A state is an exchange and more, settings are those of an exchange, and a loader has a sampler.
+_CHECKED_BY: dict[type, str] = {
+    CompressionState: "Exchange",
+    ExchangeSettings: "Exchange",
+    PoissonLoader: "PoissonSampler",
+}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,8 +185,6 @@ def test_any_argument_is_taken_or_refused(kind: type, name: str) -> None:
         except ValueError as error:
             message = str(error)
             assert "\n" not in message
-            # A state is an exchange and more, and settings are those of one.
-            who = "Exchange" if message.startswith("Exchange") else kind.__name__
-            assert who == kind.__name__ or kind in (CompressionState, ExchangeSettings), message
-            assert message.startswith(f"{who}: "), message
+            who = kind.__name__, _CHECKED_BY.get(kind, kind.__name__)
+            assert message.startswith(tuple(f"{name}: " for name in who)), message
             assert name in message, message

@@ -1,7 +1,6 @@
 """Copies of a hooked model, as exponential averages of its weights make them."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated
 from comm_hooks.memory.base import Memory
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import SMALL_BUCKETS_MB, Net, batch
 
-RanksOf = Callable[[int], Ranks]
 Weights = dict[str, torch.Tensor]
 
 

@@ -27,6 +27,7 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated
 from comm_hooks.exchange import ExchangeSettings
+from tests import worlds
 from tests.compressors.catalog import representative
 
 WITH_FEEDBACK = [
@@ -51,21 +52,11 @@ SHAPES = {"a": (64, 40), "b": (33,), "c": (64, 40), "d": (17, 101), "e": (3, 3),
 Gradients = dict[str, torch.Tensor]
 
 
-class World:
+class World(worlds.World):
     """Ranks with an exchange each, on gradients that differ between ranks and steps."""
 
     def __init__(self, size: int, compressor: Compressor, **options: object) -> None:
-        self.simulated = Simulated(size)
-        feedback = compressor.bounds_residuals
-        self.exchanges = [
-            Exchange(
-                compressor,
-                memory=ErrorFeedback() if feedback else None,
-                transport=transport,
-                **options,  # type: ignore[arg-type]
-            )
-            for transport in self.simulated
-        ]
+        super().__init__(size, compressor, **options)
         self._generator = torch.Generator().manual_seed(size)
 
     def gradients(self, names: str, dtype: torch.dtype = torch.float32) -> list[Gradients]:
@@ -77,9 +68,7 @@ class World:
     def average(self, gradients: list[Gradients], **options: Any) -> list[Gradients]:
         """Return what each rank ends up with, leaving the arguments alone."""
         results = [{n: g.clone() for n, g in own.items()} for own in gradients]
-        self.simulated.run(
-            [e.round(r, **options) for e, r in zip(self.exchanges, results, strict=True)]
-        )
+        self.run(results, **options)
         return results
 
     def residual(self, name: str) -> torch.Tensor:
@@ -239,7 +228,7 @@ def test_a_message_made_in_the_workspace_is_averaged_in_place(names: str) -> Non
         for message, own in zip(messages, gradients, strict=True):
             for name in names:
                 message[name].copy_(own[name])
-        other.simulated.run([e.round(m) for e, m in zip(other.exchanges, messages, strict=True)])
+        other.run(messages)
         for message, expected in zip(messages, world.average(gradients), strict=True):
             for name in names:
                 assert torch.equal(message[name], expected[name])

@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import comm_hooks
 from comm_hooks import (
     CompressionState,
     ConfigMismatchError,
-    CountSketch,
     ErrorFeedback,
     Exchange,
     Quantize,
@@ -27,9 +25,8 @@ from comm_hooks import (
 from comm_hooks.config import build
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.sparse import average_sparse
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SMALL_BUCKETS_MB = 0.02
 
 
@@ -93,8 +90,6 @@ MODES: dict[str, dict[str, Any]] = {
     "no_sync": {"micro_batches": 3},
     "channels_last": {"net": channels_last_net},
     "bfloat16 and float32": {"net": MixedNet},
-    # torch.compile cuts the graph by DDP's buckets and refuses any below DDP's first one of 1 MB.
-    "torch.compile": {"ddp": {"bucket_cap_mb": 25}, "compile": True},
 }
 
 
@@ -129,7 +124,6 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
     ddp = DistributedDataParallel(model, **ddp_options)
     state = register(ddp, compressor, collective=collective, min_numel=64)
     compositions = set()
-    runner = torch.compile(ddp, backend="aot_eager") if options.get("compile") else ddp
     micro_batches = options.get("micro_batches", 1)
 
     true = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in model.named_parameters()}
@@ -144,10 +138,10 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             if last:
-                backward(runner, 10 * step + micro, rank)
+                backward(ddp, 10 * step + micro, rank)
             else:
                 with ddp.no_sync():
-                    backward(runner, 10 * step + micro, rank)
+                    backward(ddp, 10 * step + micro, rank)
             backward(twin, 10 * step + micro, rank)
         for name, gradient in gradients(twin).items():
             true[name] += gradient
@@ -192,7 +186,7 @@ def train_and_account(mode: str, compressor: Any, collective: str) -> dict[str, 
 @pytest.mark.parametrize(
     ("mode", "world", "collective"),
     [
-        *((mode, 2, "all_gather") for mode in MODES if mode != "torch.compile"),
+        *((mode, 2, "all_gather") for mode in MODES),
         ("no_sync", 4, "sharded"),
         *(
             pytest.param(mode, 4, "sharded", marks=pytest.mark.slow)
@@ -539,18 +533,9 @@ def test_skip_hook_communicates_nothing(ranks_of: RanksOf) -> None:
     assert all(ranks_of(2).run(skip_keeps_local_gradients))
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        CompressionState(TopK(density=0.1)),
-        CompressionState(CountSketch(ratio=0.1), seed=3, granularity="bucket", min_numel=7),
-        CompressionState(
-            Quantize(bits=8), ErrorFeedback(4, decay=0.5), "hierarchical", ranks_per_node=2
-        ),
-    ],
-    ids=repr,
-)
-def test_a_state_tells_what_is_set(state: CompressionState) -> None:
+def test_a_state_tells_what_is_set() -> None:
+    memory = ErrorFeedback(4, decay=0.5)
+    state = CompressionState(Quantize(bits=8), memory, "hierarchical", ranks_per_node=2)
     again = eval(repr(state), vars(comm_hooks))
     assert repr(again) == repr(state)
     assert again.exchange.config() == state.exchange.config()

@@ -12,6 +12,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.noise_hook import NoiseHook, Place
 from comm_hooks.memory.base import Memory
+from tests.worlds import World
 
 RANKS = 3
 
@@ -52,28 +53,14 @@ def run(
     compressor: Compressor,
     guards: Sequence[NoiseHook | None],
     memory: bool = False,
-    steps: int = 1,
     collective: str = "auto",
 ) -> tuple[list[dict[str, torch.Tensor]], list[Exchange]]:
-    world = Simulated(RANKS)
-    exchanges = [
-        Exchange(
-            compressor,
-            ErrorFeedback() if memory else None,
-            collective,  # type: ignore[arg-type]
-            transport=transport,
-        )
-        for transport in world
-    ]
-    for _ in range(steps):
-        results = [tensors(rank) for rank in range(RANKS)]
-        world.run(
-            [
-                e.round(result, noise_hook=guard)
-                for e, result, guard in zip(exchanges, results, guards, strict=True)
-            ]
-        )
-    return results, exchanges
+    make = ErrorFeedback if memory else lambda: None
+    world = World(RANKS, compressor, make, collective=collective)
+    results = [tensors(rank) for rank in range(RANKS)]
+    rounds = zip(world.exchanges, results, guards, strict=True)
+    world.simulated.run([e.round(own, noise_hook=guard) for e, own, guard in rounds])
+    return results, world.exchanges
 
 
 def total() -> dict[str, torch.Tensor]:
@@ -120,9 +107,7 @@ def test_messages_are_clipped_as_they_arrive(compressor: Compressor, place: Plac
             tensors(r) if r == rank else {n: torch.zeros_like(t) for n, t in tensors(r).items()}
             for r in range(RANKS)
         ]
-        world = Simulated(RANKS)
-        alone = [Exchange(compressor, None, "all_gather", transport=t) for t in world]
-        world.run([e.round(z) for e, z in zip(alone, zeros, strict=True)])
+        World(RANKS, compressor, lambda: None, collective="all_gather").run(zeros)
         message = {name: t * RANKS for name, t in zeros[0].items()}
         if place == "message":
             flat = torch.cat([t.flatten() for t in message.values()])
@@ -207,7 +192,7 @@ def test_a_place_that_is_not_on_the_way_is_refused(
 
 @pytest.mark.parametrize("place", ["message", "owner"])
 def test_what_does_not_add_up_is_refused(place: Place) -> None:
-    with pytest.raises(ValueError, match=r"payloads do not add up .* use overlap=0"):
+    with pytest.raises(ValueError, match=r"does not decode to the sum .* use overlap=0"):
         run(TopK(density=0.1, overlap=0.5), [Recorder(place) for _ in range(RANKS)])
 
 

@@ -20,10 +20,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from comm_hooks import CompressionState, TopK, compression_hook, register, skip_hook
 from comm_hooks.frameworks.ddp.model import named_parameters, require_ddp
 from comm_hooks.optim import low_communication
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import SMALL_BUCKETS_MB, Net, backward
-
-RanksOf = Callable[[int], Ranks]
 
 
 class Wrapper(nn.Module):

@@ -2,7 +2,6 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from comm_hooks import Compressor, CountSketch, Exchange, Identity, Quantize, Si
 from comm_hooks.collectives import Simulated
 from comm_hooks.optim import Adam, FrozenVarianceAdam, LocalRounds
 from comm_hooks.warnings import misleads
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])

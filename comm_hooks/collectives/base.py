@@ -11,15 +11,17 @@ from comm_hooks.profiling import SEND, record_function
 
 
 class Transport(ABC):
-    """One rank's access to a group of ranks: runs the collectives that rounds request."""
+    """One rank's access to a group of ranks: runs the collectives that rounds request.
 
-    @property
-    @abstractmethod
-    def rank(self) -> int: ...
+    Attributes:
+        rank: the rank of this process in the group.
+        world_size: the number of ranks in the group.
+        ranks_per_node: the number of ranks on a node; None if it is unknown or differs.
+    """
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int: ...
+    rank: int
+    world_size: int
+    ranks_per_node: int | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -31,18 +33,13 @@ class Transport(ABC):
         """The global rank of this process."""
         return self.ranks[self.rank]
 
-    @property
-    def ranks_per_node(self) -> int | None:
-        """The number of ranks on a node; None if it is unknown or differs between nodes."""
-        return None
-
     @abstractmethod
     def perform(self, request: Request) -> Any:
         """Run a collective, blocking, and return its reply: the result on this rank."""
 
-    @abstractmethod
     def start(self, request: Request) -> torch.futures.Future[Any]:
-        """Start a collective and return a future of its reply."""
+        """Start a collective and return a future of its reply; by default run it, blocking."""
+        return completed(self.perform(request))
 
     def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]

@@ -78,15 +78,6 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
     return _of_group[group]
 
 
-@dataclass(frozen=True)
-class _Signature:
-    """A rank's note in the store: the round, the time and the collective in which it gave up."""
-
-    round: int
-    at: float
-    request: str
-
-
 class FailureDetector:
     """Finds the ranks that made a collective fail, through the store of the process group.
 
@@ -151,7 +142,7 @@ class FailureDetector:
             # Connections do not survive a failed collective: later errors have the same reason.
             return PeerError(f"an exchange failed because {self._reason} ({cause})")
         waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
-        signed: dict[int, _Signature] = {}
+        signed: dict[int, dict[str, Any]] = {}
         failures: dict[int, str] = {}
         number = self._progress.begun
         self._progress.fail(number)
@@ -162,7 +153,7 @@ class FailureDetector:
             while time.monotonic() < until:
                 for rank in set(self._ranks) - set(signed):
                     if said := self._said("signed", rank):
-                        signed[rank] = _Signature(**said)
+                        signed[rank] = said
                 if len(signed) == len(self._ranks):
                     break
                 time.sleep(_POLL_SECONDS)
@@ -182,8 +173,13 @@ class FailureDetector:
             self._reason = reason
         return PeerError(f"an exchange failed because {reason} ({cause})")
 
-    def _told(self, signed: Mapping[int, "_Signature"], failures: Mapping[int, str]) -> str:
-        """Return in words why a collective failed, given the notes and the errors of the ranks."""
+    def _told(self, signed: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]) -> str:
+        """Return in words why a collective failed.
+
+        Args:
+            signed: the note of each rank that gave up: the round, the time and the collective.
+            failures: the errors of ranks.
+        """
         if failures:
             rank, failure = next(iter(failures.items()))
             return f"rank {rank} failed: {failure}"
@@ -194,8 +190,8 @@ class FailureDetector:
                 f"{_named(absent)} did not take part: ended, stopped, or late by more than the "
                 f"timeout of {timeout}"
             )
-        first = min(signed, key=lambda rank: signed[rank].at)
-        late = {rank: signature.at - signed[first].at for rank, signature in signed.items()}
+        first = min(signed, key=lambda rank: signed[rank]["at"])
+        late = {rank: note["at"] - signed[first]["at"] for rank, note in signed.items()}
         late = {rank: after for rank, after in late.items() if after > _LATE_SECONDS}
         reasons = []
         if late:
@@ -203,7 +199,7 @@ class FailureDetector:
                 f"{_named(list(late))} came too late: {min(late.values()):.1f} s after rank "
                 f"{first} had given up (the timeout is {timeout})"
             )
-        if different := different_requests({r: signed[r].request for r in self._ranks}):
+        if different := different_requests({r: signed[r]["request"] for r in self._ranks}):
             reasons.append(different)
         if not reasons:
             return "a connection was lost, although all ranks are running"

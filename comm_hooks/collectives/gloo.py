@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import (
     AllGather,
     AllReduce,
@@ -47,19 +47,11 @@ class GlooRanks(Transport):
         explain: Callable[[BaseException, Request], BaseException],
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self._timeout = timeout or dist.default_pg_timeout
         self._explain = explain
         self._parts: dict[Group, GlooRanks] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     @cached_property
     def _rings(self) -> Rings:
@@ -67,8 +59,8 @@ class GlooRanks(Transport):
         from torch.distributed import ProcessGroupGloo
 
         # Connects to all others, so not before it is needed.
-        context = ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
-        return Rings(context, self._rank, self._world_size)
+        context = ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout)
+        return Rings(context, self.rank, self.world_size)
 
     def connect(self, request: Request) -> None:
         """Make the connections for a round that begins with this request, if there are none yet.
@@ -79,14 +71,14 @@ class GlooRanks(Transport):
         if request.group:
             for kind in get_args(GroupKind):
                 self._part(replace(request.group, kind=kind)).connect(replace(request, group=None))
-        elif self._world_size > 1:
+        elif self.world_size > 1:
             with self._explaining(request):
                 _ = self._rings
 
     def perform(self, request: Request) -> Any:
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
-        if self._world_size == 1:
+        if self.world_size == 1:
             return _alone(request)
         with self._explaining(request):
             return self._perform(request)
@@ -108,16 +100,13 @@ class GlooRanks(Transport):
             return self._rings.all_to_all(request.payload)
         raise TypeError(f"no such request: {request}")
 
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        return completed(self.perform(request))
-
     def _part(self, group: Group) -> "GlooRanks":
         if group not in self._parts:
-            members = group.members(self._rank, self._world_size)
+            members = group.members(self.rank, self.world_size)
             name = f"{group.kind} of {group.ranks_per_node} from {members[0]}"
             self._parts[group] = GlooRanks(
                 PrefixStore(name, self._store),
-                members.index(self._rank),
+                members.index(self.rank),
                 len(members),
                 self._timeout,
                 self._explain,

@@ -2,13 +2,12 @@
 
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 class MPITransport(Transport):
     """A transport over an mpi4py communicator.
 
-    Payloads are sent as buffers, without pickling and without a copy: ``MPI_Allreduce``,
-    ``MPI_Allgather`` and ``MPI_Alltoall``, and their non-blocking forms for :meth:`start`.  The
-    aggregate is bit-identical on all ranks: MPI requires identical results of an all-reduce, and
-    gathered payloads are decoded in rank order.  Payloads may be larger than 2 GiB.
+    Payloads are sent as buffers, without pickling and without a copy, by ``MPI_Allreduce``,
+    ``MPI_Allgather`` and ``MPI_Alltoall``.  The aggregate is bit-identical on all ranks: MPI
+    requires identical results of an all-reduce, and gathered payloads are decoded in rank order.
+    Payloads may be larger than 2 GiB.
 
     Start the program with ``mpiexec -n 4 python -m mpi4py train.py``.  MPI has no timeout: if one
     rank raises an exception, the others wait for it forever, unless mpi4py's runner ends all of
@@ -45,8 +44,7 @@ class MPITransport(Transport):
         ValueError: if ``comm`` is not an intracommunicator; in a round, before the payload is sent,
             for tensors on an accelerator.
 
-    Not supported: tensors on accelerators; an MPI without ``MPI_THREAD_MULTIPLE`` works, but its
-    :meth:`start` blocks.
+    Not supported: tensors on accelerators.
 
     Example::
 
@@ -76,10 +74,8 @@ class MPITransport(Transport):
         self._mpi = MPI
         # Its own, so that no message of the program can meet one of ours.
         self._comm = comm.Dup()
+        self.rank, self.world_size = comm.Get_rank(), comm.Get_size()
         self._parts: dict[Group, MPI.Intracomm] = {}
-        self._worker: ThreadPoolExecutor | None = None
-        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="MPITransport")
         if self.world_size > 1 and "mpi4py.run" not in sys.modules:
             warnings.warn(
                 "an exception on one rank would leave the others waiting forever: start with "
@@ -87,40 +83,10 @@ class MPITransport(Transport):
                 stacklevel=2,
             )
 
-    @property
-    def rank(self) -> int:
-        return self._comm.Get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return self._comm.Get_size()
-
     def perform(self, request: Request) -> Any:
         if isinstance(request, AllGatherObject):
             own = encoded(request.payload)
             return gather_objects(lambda r: self.perform(replace(r, group=request.group)), own)
-        return self._call(request, "")[1]
-
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        if self._worker is None or isinstance(request, AllGatherObject):
-            return completed(self.perform(request))
-        pending, reply = self._call(request, "I")
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def wait() -> None:
-            try:
-                pending.Wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(reply)
-
-        # One worker, so that futures complete in the order of the requests on all ranks.
-        self._worker.submit(wait)
-        return future
-
-    def _call(self, request: Request, prefix: str) -> tuple[Any, torch.Tensor]:
-        """Call MPI, with the prefix ``I`` without blocking; return its request and the reply."""
         if request.payload.device.type != "cpu":
             raise ValueError(
                 "MPITransport reads tensors on the CPU only, got one on "
@@ -129,14 +95,15 @@ class MPITransport(Transport):
         comm, payload = self._part(request.group), request.payload.contiguous()
         sent, reply = payload, payload
         if isinstance(request, AllReduce):
-            name, sent = "allreduce", self._mpi.IN_PLACE
+            name, sent = "Allreduce", self._mpi.IN_PLACE
         elif isinstance(request, AllGather):
-            name, reply = "allgather", payload.new_empty(comm.Get_size(), payload.numel())
+            name, reply = "Allgather", payload.new_empty(comm.Get_size(), payload.numel())
         elif isinstance(request, AllToAll):
-            name, reply = "alltoall", torch.empty_like(payload)
+            name, reply = "Alltoall", torch.empty_like(payload)
         else:
             raise TypeError(f"no such request: {request}")
-        return getattr(comm, (prefix + name).capitalize())(sent, reply), reply
+        getattr(comm, name)(sent, reply)
+        return reply
 
     def _part(self, group: Group | None) -> "MPI.Intracomm":
         """Return the communicator of a subgroup; the first call makes it, collectively."""

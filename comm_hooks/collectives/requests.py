@@ -134,29 +134,16 @@ def ask(request: Request) -> Round[Any]:
 
 def encoded(value: Any) -> torch.Tensor:
     """Return plain values as JSON text in a 1-D uint8 tensor."""
-    return torch.frombuffer(bytearray(encoded_text(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def encoded_text(value: Any) -> bytes:
-    """Return plain values as JSON text."""
-    return json.dumps(value).encode()
-
-
-def decoded(octets: torch.Tensor) -> Any:
-    """Return the values that :func:`encoded` turned into a tensor.
+def decoded(octets: torch.Tensor | bytes) -> Any:
+    """Return the plain values of JSON text in bytes, or in a tensor from :func:`encoded`.
 
     Raises:
         PayloadError: if the bytes are damaged.
     """
-    return decoded_text(bytes(octets.cpu().numpy()))
-
-
-def decoded_text(text: bytes) -> Any:
-    """Return the values that :func:`encoded_text` turned into bytes.
-
-    Raises:
-        PayloadError: if the bytes are damaged.
-    """
+    text = bytes(octets.cpu().numpy()) if isinstance(octets, torch.Tensor) else octets
     try:
         return json.loads(text)
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import (
     AllGather,
     AllGatherObject,
@@ -127,15 +127,8 @@ class SimulatedRank(Transport):
 
     def __init__(self, world: Simulated, rank: int) -> None:
         self._world = world
-        self._rank = rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world.world_size
+        self.rank = rank
+        self.world_size = world.world_size
 
     def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
@@ -155,6 +148,3 @@ class SimulatedRank(Transport):
                 "Exchange.round() and drive them together with Simulated.run()"
             )
         return self._world._perform([request])[0]
-
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        return completed(self.perform(request))

@@ -1,6 +1,7 @@
 """Gather plain values through the store of the process group, without a collective."""
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.failure_detection import different_requests, progress_of
-from comm_hooks.collectives.requests import AllGatherObject, decoded_text, encoded_text
+from comm_hooks.collectives.requests import AllGatherObject, decoded, encoded
 from comm_hooks.errors import PeerError
 
 _FIRST_POLL_SECONDS = 0.001
@@ -57,9 +58,9 @@ class StoreGather:
         value = request.payload
         ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
         if ranks == 1:
-            return [decoded_text(encoded_text(value))]
+            return [decoded(encoded(value))]
         name = self._progress.compare()
-        text = encoded_text({str(request): value})
+        text = json.dumps({str(request): value}).encode()
         mark = hashlib.sha256(text).hexdigest()
         self._store.set(f"{name} value {own}", text.decode())
         self._store.set(f"{name} digest {own}", mark)
@@ -69,7 +70,7 @@ class StoreGather:
         for rank, place in enumerate(places):
             is_alike = self._store.get(place).decode() == mark
             found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
-        said = [decoded_text(each) for each in found]
+        said = [decoded(each) for each in found]
         named = dist.get_process_group_ranks(self._group)
         requests = dict(zip(named, (next(iter(each)) for each in said), strict=True))
         if reason := different_requests(requests):

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Group, Request, Result, Round
 
@@ -31,14 +29,8 @@ class Subgroup(Transport):
         self._transport = transport
         self._group = group
         self._members = group.members(transport.rank, transport.world_size)
-
-    @property
-    def rank(self) -> int:
-        return self._members.index(self._transport.rank)
-
-    @property
-    def world_size(self) -> int:
-        return len(self._members)
+        self.rank = self._members.index(transport.rank)
+        self.world_size = len(self._members)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -46,9 +38,6 @@ class Subgroup(Transport):
 
     def perform(self, request: Request) -> Any:
         return self._transport.perform(replace(request, group=self._group))
-
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        return self._transport.start(replace(request, group=self._group))
 
     def within(self, round_: Round[Result]) -> Round[Result]:
         """Return a round with its requests restricted to the subgroup, for use in another round."""

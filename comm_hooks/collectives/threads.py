@@ -11,9 +11,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic
 
-import torch
-
-from comm_hooks.collectives.base import Transport, completed
+from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Request, Result, Round
 from comm_hooks.collectives.simulated import Simulated
 
@@ -74,20 +72,12 @@ class _ThreadRank(Transport, Generic[Result]):
 
     def __init__(self, function: Callable[[Transport], Result], rank: int, world_size: int) -> None:
         self._function = function
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         # A request, or the end of the rank: a function that returns its result or raises.
         self._said: SimpleQueue[Request | Callable[[], Result]] = SimpleQueue()
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self._has_ended = False
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     def perform(self, request: Request) -> Any:
         if not self._has_ended:
@@ -97,13 +87,10 @@ class _ThreadRank(Transport, Generic[Result]):
             raise _Ended
         return reply
 
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        return completed(self.perform(request))
-
     def round(self) -> Round[Result]:
         """Return a round that makes the requests of the rank's thread, which runs in between."""
         thread = threading.Thread(
-            target=self._live, name=f"rank {self._rank} of {self._world_size}", daemon=True
+            target=self._live, name=f"rank {self.rank} of {self.world_size}", daemon=True
         )
         thread.start()
         try:

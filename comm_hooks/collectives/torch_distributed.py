@@ -75,7 +75,7 @@ class TorchDistributed(Transport):
         configured = dist.get_backend_config(self._group).split(",")
         self._backends = dict(pair.split(":") for pair in configured)
         self._is_gloo = self._backends.get("cpu") == "gloo"
-        self._ranks_per_node = _ranks_per_node(self._group)
+        self.ranks_per_node = _ranks_per_node(self._group)
         self._parts: dict[Group, dist.ProcessGroup] = {}
         self._worker: RoundWorker | None = None
         self._streams: dict[torch.device, Any] = {}
@@ -96,11 +96,11 @@ class TorchDistributed(Transport):
         )
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]  # a constant of other transports
         return self._ask(dist.get_rank)
 
     @property
-    def world_size(self) -> int:
+    def world_size(self) -> int:  # type: ignore[override]
         return self._ask(dist.get_world_size)
 
     @property
@@ -116,10 +116,6 @@ class TorchDistributed(Transport):
                 "the process group that this exchange was made for has been destroyed: save "
                 "before that, and make optimizers and hooks anew for another group"
             ) from None
-
-    @property
-    def ranks_per_node(self) -> int | None:
-        return self._ranks_per_node
 
     @property
     def _gloo(self) -> GlooRanks:
@@ -264,7 +260,17 @@ class TorchDistributed(Transport):
                     "ranks cannot be divided into nodes, because they belong to different numbers "
                     f"of process groups ({counts}): make the exchange before those groups"
                 )
-            self._parts[part] = _new_group(ranks, backend, like=self._group)
+            unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            made = dist.new_group(
+                ranks,
+                timeout=_timeout(self._group),
+                backend=backend,
+                use_local_synchronization=True,  # collective among these ranks only
+                group_desc="comm_hooks",
+                **unsorted,
+            )
+            assert isinstance(made, dist.ProcessGroup)
+            self._parts[part] = made
         return self._parts[part]
 
     def _issue(self, request: Request, group: dist.ProcessGroup) -> tuple[Any, torch.Tensor]:
@@ -280,21 +286,6 @@ class TorchDistributed(Transport):
             reply = torch.empty_like(payload)
             return dist.all_to_all_single(reply, payload, group=group, async_op=True), reply
         raise TypeError(f"no such request: {request}")
-
-
-def _new_group(ranks: list[int], backend: str, *, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a process group, collectively among ``ranks`` only, with the timeout of ``like``."""
-    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    group = dist.new_group(
-        ranks,
-        timeout=_timeout(like),
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc="comm_hooks",
-        **unsorted,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int | None:

@@ -3,7 +3,6 @@
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +13,9 @@ from comm_hooks.collectives.requests import Request, Result, Round
 from comm_hooks.profiling import SEND, record_function
 
 _SECONDS_TO_END = 5.0
+
+# A round, its first request, and the future of its result.
+_Job = tuple[Round[Any], Request, torch.futures.Future[Any]]
 
 
 class RoundWorker:
@@ -59,15 +61,8 @@ class RoundWorker:
         future: torch.futures.Future[Result] = torch.futures.Future()
         # Only a callback can set an error that C++, and so DDP, can see.
         checked = future.then(lambda done: done.value())
-        self._jobs.put(_Job(round_, request, future))
+        self._jobs.put((round_, request, future))
         return checked
-
-
-@dataclass
-class _Job:
-    round_: Round[Any]
-    request: Request
-    future: torch.futures.Future[Any]
 
 
 class _OutOfStepError(RuntimeError):
@@ -80,23 +75,24 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
     # Hooks run with gradients off, too; the mode belongs to a thread.
     with torch.no_grad():
         while job := jobs.get():
+            round_, request, future = job
             try:
                 if failure:
                     raise RuntimeError(f"an earlier exchange failed halfway: {failure}")
-                result = _finish(job.round_, job.request, transport)
+                result = _finish(round_, request, transport)
             except _OutOfStepError as error:
                 cause = error.__cause__
                 assert isinstance(cause, Exception)
                 # Not the exception itself, which holds the round and with it the exchange.
                 failure = f"{type(cause).__name__}: {cause}"
-                job.future.set_exception(cause)
+                future.set_exception(cause)
                 del cause
             except Exception as error:
-                job.future.set_exception(error)
+                future.set_exception(error)
             else:
-                job.future.set_result(result)
+                future.set_result(result)
             # A finished job must not keep its exchange alive until the next one.
-            del job
+            del job, round_, request, future
 
 
 def _finish(round_: Round[Result], request: Request, transport: Transport) -> Result:

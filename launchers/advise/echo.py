@@ -35,21 +35,14 @@ class Echo(Transport):
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
-        self._world_size = world_size
+        self.rank = 0
+        self.world_size = world_size
         self._device = device
         self.start_noting()
 
     @property
-    def rank(self) -> int:
-        return 0
-
-    @property
     def ranks(self) -> Sequence[int]:
-        return [0] * self._world_size
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
+        return [0] * self.world_size
 
     def start_noting(self) -> None:
         """Forget the recorded collectives, and start the clock."""
@@ -72,11 +65,8 @@ class Echo(Transport):
         self._since = self.clock()
         return reply
 
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        raise NotImplementedError("Echo only supports run()")
-
     def _answer(self, request: Request) -> Any:
-        payload, ranks = request.payload, self._world_size
+        payload, ranks = request.payload, self.world_size
         if request.group:
             raise ValueError("hierarchical exchanges are not predicted")
         if isinstance(request, AllGatherObject):

@@ -52,19 +52,11 @@ class Kept:
     def lowest(self) -> float:
         return min(min(cell.kept.values()) for cell in self.cells)
 
-    @property
-    def highest(self) -> float:
-        return max(max(cell.kept.values()) for cell in self.cells)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between seeds, the largest of all cells; 0 for single seeds."""
-        return max(cell.spread for cell in self.cells)
-
     def __str__(self) -> str:
-        low, high = round(100 * self.lowest), round(100 * self.highest)
-        spread = f" ± {100 * self.spread:.0f}" if self.spread else ""
-        return (f"{low} %" if low == high else f"{low} to {high} %") + spread
+        high = round(100 * max(max(cell.kept.values()) for cell in self.cells))
+        low, spread = round(100 * self.lowest), 100 * max(cell.spread for cell in self.cells)
+        text = f"{low} %" if low == high else f"{low} to {high} %"
+        return f"{text} ± {spread:.0f}" if spread else text
 
 
 ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0})])

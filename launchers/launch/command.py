@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comm_hooks.launchers.launch.job import LAUNCHERS, Job, parse_nodes, parse_variables
+from comm_hooks.launchers.launch.job import Job, parse_nodes, parse_variables
 from comm_hooks.launchers.network import parse_endpoint, wait_for_port
-from comm_hooks.launchers.output import complain, refusing
+from comm_hooks.launchers.output import refusing
 
 if TYPE_CHECKING:
     from comm_hooks.launchers.launch.plan import Plan
@@ -46,12 +45,6 @@ def launch(
         typer.Option(metavar="NAME=VALUE", help="A variable for all ranks; may be repeated."),
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="How often torchrun starts ranks anew.")] = 0,
-    launcher: Annotated[
-        str, typer.Option(metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")
-    ] = "auto",
-    hostfile: Annotated[
-        Path | None, typer.Option(help="For several nodes of deepspeed or mpirun.")
-    ] = None,
     preflight: Annotated[
         bool, typer.Option("--preflight", help="Check all nodes first; see comm-hooks preflight.")
     ] = False,
@@ -64,16 +57,13 @@ def launch(
 ) -> None:
     """Start a training script on this machine, or on this node of several.
 
-    Detects Slurm, mpirun or a hostfile, prints the command for it, which can be pasted into a
-    shell, and runs it. Options go before SCRIPT. Exit codes: that of the command; 2 for bad input
-    and for a head that does not answer, before any rank is started.
+    Detects Slurm and mpirun, prints the command, which can be pasted into a shell, and runs it.
+    Options go before SCRIPT. Exit codes: that of the command; 2 for bad input and for a head that
+    does not answer, before any rank is started.
     """
-    from comm_hooks.config import unknown
     from comm_hooks.launchers.launch.plan import make_plan
 
     with refusing("comm-hooks launch"):
-        if launcher not in LAUNCHERS:
-            raise ValueError(f"--launcher: {unknown('launcher', launcher, LAUNCHERS)}")
         job = Job(
             tuple(target),
             module=module,
@@ -86,11 +76,9 @@ def launch(
             max_restarts=max_restarts,
             preflight=preflight,
         )
-        plan = make_plan(job, launcher, hostfile, os.environ)
+        plan = make_plan(job, os.environ)
         if plan.runs_here and not dry_run:
             job.require_target()
-    for note in plan.notes:
-        complain("comm-hooks launch", note)
     if dry_run:
         for step in plan.steps:
             typer.echo(step)

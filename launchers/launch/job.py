@@ -7,8 +7,6 @@ from pathlib import Path
 
 from comm_hooks.launchers.network import Endpoint
 
-LAUNCHERS = ("auto", "torchrun", "deepspeed", "mpirun")
-
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 

@@ -1,10 +1,7 @@
 """The choice of the launcher for a job, and of the commands that start it."""
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,8 +10,6 @@ from comm_hooks.launchers.launch import programs, slurm
 from comm_hooks.launchers.launch.job import Job
 from comm_hooks.launchers.launch.steps import Command, comm_hooks, options
 from comm_hooks.launchers.network import Endpoint, Route, find_route
-
-_PREFLIGHT = "comm_hooks.launchers.preflight"
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,6 @@ class Plan:
         steps: the steps, run one after the other until one fails; the last starts the job.
         head: the endpoint that must listen before the last step; None if it need not be awaited.
         route: the way from this machine to the head.
-        notes: notes for the user, one line each.
         quiet: whether another process prints the same commands.
         runs_here: whether ranks run on this machine, which then needs the script.
     """
@@ -33,27 +27,21 @@ class Plan:
     steps: list[Command]
     head: Endpoint | None = None
     route: Route | None = None
-    notes: list[str] = field(default_factory=list)
     quiet: bool = False
-    runs_here: bool = False
+    runs_here: bool = True
 
 
-def make_plan(
-    job: Job, launcher: str, hostfile: Path | None, environment: Mapping[str, str]
-) -> Plan:
-    """Choose the launcher, unless it is given, and return the steps.
+def make_plan(job: Job, environment: Mapping[str, str]) -> Plan:
+    """Choose the launcher, and return the steps.
 
     1. a process that torchrun or deepspeed has started does not launch again;
     2. a rank of mpirun becomes the script, with the variables of PyTorch;
     3. a task of srun becomes torchrun, with the nodes and the head from Slurm;
     4. a Slurm allocation of several nodes is filled by srun;
-    5. a hostfile is for deepspeed;
-    6. torchrun.
+    5. else torchrun starts the ranks of this node.
 
     Args:
         job: the job.
-        launcher: one of :data:`~comm_hooks.launchers.launch.job.LAUNCHERS`.
-        hostfile: the hostfile for deepspeed or mpirun.
         environment: the environment variables of this process.
 
     Raises:
@@ -65,49 +53,31 @@ def make_plan(
             f"this is rank {process.rank} of {process.world_size} already (RANK is set): run the "
             "script itself here, or launch it from outside"
         )
-    if process.launcher and launcher != "auto":
-        raise ValueError(
-            f"--launcher {launcher}: {process.launcher} started this process already, as one of "
-            f"{process.world_size}: leave --launcher out"
-        )
-    if launcher == "auto":
-        if process.launcher == "mpirun":
-            if job.preflight and process.world_size > 1:
-                raise ValueError(
-                    "--preflight must come before the ranks: comm-hooks launch --launcher mpirun "
-                    "--preflight, or mpirun ... comm-hooks preflight"
-                )
-            rank = programs.rank_of_mpirun(job, process)
-            return Plan([rank], quiet=process.rank > 0, runs_here=True)
-        if process.launcher:
-            return _torchrun(slurm.task_of_srun(job, process, environment), environment)
-        nodes = int(environment.get("SLURM_NNODES", 1))
-        if in_allocation(environment) and nodes > 1:
-            return Plan([slurm.srun(job, nodes)])
-        launcher = "deepspeed" if hostfile else "torchrun"
-    if launcher == "torchrun":
-        if hostfile:
+    if process.launcher == "mpirun":
+        if job.preflight and process.world_size > 1:
             raise ValueError(
-                "--hostfile is for deepspeed and mpirun: torchrun is started on each node, with "
-                "--nnodes, --head and --node-rank"
+                "--preflight must come before the ranks: mpirun ... comm-hooks preflight"
             )
-        return _torchrun(job, environment)
-    if job.max_restarts:
-        raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
-    if job.is_elastic or (job.nodes == (1, 1)) != (hostfile is None):
-        raise ValueError(
-            f"--launcher {launcher} with several nodes needs --hostfile and a number of --nnodes"
-        )
-    plan = _deepspeed if launcher == "deepspeed" else _mpirun
-    return plan(job, hostfile)
+        rank = programs.rank_of_mpirun(job, process)
+        return Plan([rank], quiet=process.rank > 0)
+    if process.launcher:
+        job = slurm.task_of_srun(job, process, environment)
+    elif in_allocation(environment) and (nodes := int(environment.get("SLURM_NNODES", 1))) > 1:
+        return Plan([slurm.srun(job, nodes)], runs_here=False)
+    return _torchrun(job, environment)
 
 
 def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
-    job, notes = _count_processes(job)
+    if job.nproc is None:
+        job = replace(job, nproc=torch.cuda.device_count() or 1)
     if job.nodes == (1, 1):
-        steps = [*_preflight(job, None), programs.torchrun_here(job)]
-        return Plan(steps, notes=notes, runs_here=True)
-    head = _require_head(job)
+        return Plan([*_preflight(job, None), programs.torchrun_here(job)])
+    head = job.head
+    if head is None:
+        raise ValueError(
+            f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
+            "the same on each"
+        )
     route = find_route(head.host, job.interface)
     if job.node_rank == 0 and not route.is_head:
         raise ValueError(
@@ -118,50 +88,7 @@ def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
     steps = [*_preflight(job, head), programs.torchrun_node(job, head, route, job_id)]
     hosts = route.is_head if job.node_rank is None else job.node_rank == 0
     awaited = None if hosts else Endpoint(route.head, head.port)
-    return Plan(steps, awaited, route, notes, runs_here=True)
-
-
-def _require_head(job: Job) -> Endpoint:
-    if job.head is None:
-        raise ValueError(
-            f"--nnodes {job.nodes[1]} needs --head HOST[:PORT]: the node where all of them meet, "
-            "the same on each"
-        )
-    return job.head
-
-
-def _deepspeed(job: Job, hostfile: Path | None) -> Plan:
-    if not find_spec("deepspeed"):
-        raise ValueError('--launcher deepspeed: not installed: pip install "comm-hooks[deepspeed]"')
-    if hostfile is None:
-        return Plan([*_preflight(job, None), programs.deepspeed_here(job)], runs_here=True)
-    if job.node_rank is None:
-        raise ValueError(
-            f"--hostfile {hostfile} with deepspeed needs --node-rank: start this on every node "
-            "(the deepspeed command itself starts all nodes over ssh)"
-        )
-    head = _require_head(job)
-    route = find_route(head.host, job.interface)
-    steps = [*_preflight(job, head), programs.deepspeed_node(job, hostfile, head, route)]
-    # The script opens the port itself, at any time: there is nothing to wait for.
-    return Plan(steps, runs_here=True)
-
-
-def _mpirun(job: Job, hostfile: Path | None) -> Plan:
-    if job.node_rank is not None:
-        raise ValueError("--node-rank does not go with mpirun, which starts all nodes itself")
-    head = _require_head(job) if hostfile else job.head
-    job, notes = _count_processes(job)
-    ranks = job.nodes[1] * (job.nproc or 1)
-    # Each rank is comm-hooks launch again, which finds the interface of its own node.
-    module = (sys.executable, "-m", "comm_hooks.launchers.main", "launch")
-    values = options({"--head": head, "--interface": job.interface})
-    targets = [(*module, *values, *job.words("--module"))]
-    if job.preflight:
-        values = options({"--head": head})
-        targets.insert(0, (sys.executable, "-m", _PREFLIGHT, *values))
-    steps = [programs.mpirun(job, hostfile, ranks, each) for each in targets]
-    return Plan(steps, notes=notes, runs_here=not hostfile)
+    return Plan(steps, awaited, route)
 
 
 def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
@@ -178,12 +105,3 @@ def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
         meeting = {"--head": head, "--nnodes": job.nodes[1], "--node-rank": rank}
         values = {**meeting, "--interface": job.interface, **values}
     return [Command((*comm_hooks("preflight"), *options(values)), job.variables)]
-
-
-def _count_processes(job: Job) -> tuple[Job, list[str]]:
-    """Return the job with ``nproc`` set, by default one per GPU or 1, and notes for the user."""
-    if job.nproc is not None:
-        return job, []
-    if count := torch.cuda.device_count():
-        return replace(job, nproc=count), []
-    return replace(job, nproc=1), ["no GPU here, so one process per node: --nproc for more"]

@@ -1,9 +1,8 @@
-"""The command lines of torchrun, of the deepspeed launcher and of mpirun."""
+"""The command lines of torchrun, and of the script in a rank of mpirun."""
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from comm_hooks.launchers.environment import LauncherEnvironment
 from comm_hooks.launchers.launch.job import Job
@@ -17,7 +16,6 @@ from comm_hooks.launchers.network import (
 )
 
 _TORCHRUN = ("torchrun", "torch.distributed.run")
-_DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -83,43 +81,6 @@ def interfaces(job: Job, route: Route) -> dict[str, str]:
             f"--interface {route.interface}"
         )
     return {n: route.interface for n in _INTERFACES if job.interface or n not in os.environ}
-
-
-def deepspeed_here(job: Job) -> Command:
-    """Return the deepspeed of a job on this machine only."""
-    return _deepspeed(job, {"--num_gpus": job.nproc}, {})
-
-
-def deepspeed_node(job: Job, hostfile: Path, head: Endpoint, route: Route) -> Command:
-    """Return the deepspeed of this node of several, each of which is started by hand."""
-    values = {
-        "--hostfile": hostfile,
-        "--num_gpus": job.nproc,
-        "--no_ssh": True,
-        "--node_rank": str(job.node_rank),
-        "--master_addr": route.head,
-        "--master_port": head.port,
-    }
-    return _deepspeed(job, values, interfaces(job, route))
-
-
-def _deepspeed(job: Job, values: Mapping[str, object], variables: Mapping[str, str]) -> Command:
-    words = (*program(*_DEEPSPEED), *options(values), *job.words("--module"))
-    return Command(words, {**variables, **job.variables})
-
-
-def mpirun(job: Job, hostfile: Path | None, ranks: int, target: Sequence[str]) -> Command:
-    """Return the mpirun of a job, in the words that MPICH, Intel MPI and Open MPI share.
-
-    Args:
-        job: for its variables, which ``env`` sets: each family has an option of its own.
-        hostfile: of the family; None for this machine.
-        ranks: on all hosts together.
-        target: the words that every rank runs.
-    """
-    variables = [f"{name}={value}" for name, value in job.variables.items()]
-    words = options({"-n": ranks, "-hostfile": hostfile})
-    return Command(("mpirun", *words, *(["env", *variables] if variables else []), *target))
 
 
 def rank_of_mpirun(job: Job, process: LauncherEnvironment) -> Command:

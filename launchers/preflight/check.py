@@ -1,6 +1,5 @@
 """The check of all nodes together: rank 0 collects their facts and sends its verdict to all."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -36,7 +35,6 @@ def check(
     listener: Listener | None,
     seconds: float,
     bits_per_second: float | None,
-    interface: str = "",
 ) -> Verdict:
     """Check all nodes together.
 
@@ -53,27 +51,22 @@ def check(
         seconds: to wait for processes.
         bits_per_second: that each link must carry; None to compare links with each other.  That of
             rank 0 counts.
-        interface: GLOO_SOCKET_IFNAME of the training, unless the environment has it.
 
     Raises:
         MeetingError: if rank 0 has ended.
     """
     meeting.tell("facts", asdict(facts))
     if meeting.rank == 0:
-        verdict = _judge(meeting, listener, seconds, bits_per_second, interface)
+        verdict = _judge(meeting, listener, seconds, bits_per_second)
         meeting.tell("verdict", asdict(verdict))
     else:
-        verdict = _follow(meeting, listener, seconds, interface)
+        verdict = _follow(meeting, listener, seconds)
     meeting.leave()
     return verdict
 
 
 def _judge(
-    meeting: Meeting,
-    listener: Listener | None,
-    seconds: float,
-    bits_per_second: float | None,
-    interface: str,
+    meeting: Meeting, listener: Listener | None, seconds: float, bits_per_second: float | None
 ) -> Verdict:
     heard, missing = meeting.hear("facts", range(meeting.size), seconds)
     facts = {rank: Facts(**told) for rank, told in sorted(heard.items())}
@@ -102,17 +95,17 @@ def _judge(
     problems += find_link_problems(nodes, links, bits_per_second)
     meeting.tell("gloo", not problems)
     if not problems:
-        problems += _check_gloo(meeting, facts, interface)
+        problems += _check_gloo(meeting, facts)
     return Verdict(problems, nodes, links)
 
 
-def _follow(meeting: Meeting, listener: Listener | None, seconds: float, interface: str) -> Verdict:
+def _follow(meeting: Meeting, listener: Listener | None, seconds: float) -> Verdict:
     peers: Peers | None = meeting.hear_rank_0("peers", seconds + _MARGIN_SECONDS)
     if peers is not None:
         _measure(meeting, listener, peers)
         patience = _MARGIN_SECONDS + (1 + len(make_rounds(len(peers)))) * _ROUND_SECONDS
         if meeting.hear_rank_0("gloo", patience):
-            _try_gloo(meeting, interface)
+            _try_gloo(meeting)
     told = meeting.hear_rank_0("verdict", _GLOO_SECONDS + 2 * _MARGIN_SECONDS)
     return Verdict(
         told["problems"],
@@ -155,9 +148,9 @@ def _measure(meeting: Meeting, listener: Listener | None, peers: Peers) -> list[
     return [merged[key] for key in sorted(merged)]
 
 
-def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> list[str]:
+def _check_gloo(meeting: Meeting, facts: dict[int, Facts]) -> list[str]:
     """Run :func:`_try_gloo` on rank 0, collect the ranks' errors, and return the first, or []."""
-    _try_gloo(meeting, interface)
+    _try_gloo(meeting)
     heard, silent = meeting.hear("gloo-error", range(meeting.size), _GLOO_SECONDS + 10.0)
     for rank, reason in heard.items():
         if reason:
@@ -168,12 +161,9 @@ def _check_gloo(meeting: Meeting, facts: dict[int, Facts], interface: str) -> li
     return [f"a gloo group of all ranks hangs: nothing from ranks {silent[:8]}"] if silent else []
 
 
-def _try_gloo(meeting: Meeting, interface: str) -> None:
+def _try_gloo(meeting: Meeting) -> None:
     """Sum a tensor over all ranks by gloo, and send the error, or None, to all."""
     error = None
-    told = "GLOO_SOCKET_IFNAME" in os.environ or not interface
-    if not told:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         dist.init_process_group(
             "gloo",
@@ -191,7 +181,4 @@ def _try_gloo(meeting: Meeting, interface: str) -> None:
             dist.destroy_process_group()
     except RuntimeError as caught:
         error = str(caught).strip().splitlines()[0]
-    finally:
-        if not told:
-            del os.environ["GLOO_SOCKET_IFNAME"]
     meeting.tell("gloo-error", error)

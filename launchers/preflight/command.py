@@ -55,10 +55,10 @@ def preflight(
         origin = f"{facts.address} ({facts.interface})" if facts.address else facts.host
         meeting = meet(party, timeout, origin)
         least = None if min_bandwidth is None else min_bandwidth * 1e6
-        # comm-hooks launch sets gloo's interface; torchrun by itself does not.
-        as_launch = party.process.launcher != "torchrun"
-        name = facts.interface if as_launch else ""
-        verdict = check(meeting, facts, listener, timeout, least, name)
+        if facts.interface and party.process.launcher != "torchrun":
+            # As comm-hooks launch does; torchrun by itself does not.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", facts.interface)
+        verdict = check(meeting, facts, listener, timeout, least)
         if listener:
             listener.close()
     if party.speaks or meeting.rank == 0:

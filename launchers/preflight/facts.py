@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,6 @@ from comm_hooks.launchers.preflight.meeting import Party
 
 _LEAST_FREE_BYTES = 1 << 30
 _LEAST_OPEN_FILES = 1024
-_MISSING = "not installed"
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,9 @@ def find_versions() -> dict[str, str]:
         "comm-hooks": comm_hooks.__version__,
         # Two checkouts of one version differ, too.
         "comm-hooks source": source_digest(Path(comm_hooks.__file__).parent),
-        "deepspeed": _version("deepspeed"),
     }
+    if find_spec("deepspeed"):
+        versions["deepspeed"] = importlib.metadata.version("deepspeed")
     if torch.version.cuda and torch.cuda.is_available():
         versions["CUDA"] = torch.version.cuda
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -151,10 +152,3 @@ def find_complaints(folder: Path, environment: dict[str, str]) -> list[str]:
             f"a process may open only {files} files: raise it with ulimit -n {_LEAST_OPEN_FILES}"
         )
     return complaints
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return _MISSING

@@ -123,8 +123,6 @@ def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | No
     if len(groups) < 2:
         return None
     ordered = sorted(groups.items(), key=lambda group: len(group[1]))
-    if len(ordered[-1][1]) == len(ordered[0][1]):
-        ordered = list(groups.items())
     said = []
     for index, (value, members) in enumerate(ordered):
         if len(members) > _LISTED:

@@ -32,9 +32,8 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> Non
     say(f"All nodes: {versions}", console)
     if links:
         _print_links(links, console)
-    tried = [_count(len(nodes), "node"), *([_count(len(links), "link")] if links else [])]
-    met_in_group = f"{_count(met, 'process')} met in a gloo group"
-    say(f"Passed: nothing is wrong with {' and '.join(tried)}; {met_in_group}.", console)
+    counts = f"nodes: {len(nodes)}, links: {len(links)}, processes in a gloo group: {met}"
+    say(f"Passed: no problem was found ({counts})", console)
 
 
 def _print_links(links: Sequence[Link], console: Console) -> None:
@@ -49,8 +48,3 @@ def _print_links(links: Sequence[Link], console: Console) -> None:
     console.print(table)
     if len(slowest) < len(links):
         console.print(f"(the slowest {len(slowest)} of {len(links)})", highlight=False)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"

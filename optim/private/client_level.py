@@ -31,7 +31,7 @@ from comm_hooks.optim.rounds.participation import (
     deal,
 )
 from comm_hooks.optim.rounds.turns import own_gradients
-from comm_hooks.requirements import require_callable, require_positive, require_within
+from comm_hooks.requirements import require_positive, require_within
 
 _PLACE = "clients"
 """The placement of the noise in the ledger's entries."""
@@ -55,11 +55,8 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     One client changes a sum by at most C, so a round has noise multiplier sigma and sample rate q;
     the server's work on the sum is post-processing.  Ranks are trusted: they are the server.
 
-    FedAMS and FedLAMB are refused.  They keep the maximum of the rounds' mean second moments; with
-    noise the maximum is the largest noise, which grows with every round, and steps shrink by its
-    root.  Subtracting the mean of the noise would not help: each of the d elements of one client's
-    message of norm C is smaller than the noise by about sqrt(d) sigma / (q n), so the rest of the
-    maximum is as large as the subtracted part.
+    FedAMS and FedLAMB are refused: they keep the maximum of the rounds' mean second moments, which
+    with noise grows in every round.
 
     Source: McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018,
     Algorithm 1, with Poisson sampling and the clipping moved behind the compressor.
@@ -130,8 +127,6 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_within(self, "noise_multiplier", self.noise_multiplier, "(0, inf)")
         require_within(self, "max_norm", self.max_norm, "(0, inf)")
         require_within(self, "sample_rate", self.sample_rate, "(0, 1]")
-        require_callable(self, "enter", self.enter)
-        require_callable(self, "join", self.join)
 
     def prepare(self, exchange: Exchange) -> None:
         exchange.state.provenance = self.releases

@@ -18,7 +18,7 @@ from comm_hooks.optim.private.gradients.clipping import ClippedGradients, Public
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
-from comm_hooks.requirements import require_callable, require_kind
+from comm_hooks.requirements import require_kind
 
 _RELEASES = "releases"
 
@@ -76,10 +76,6 @@ class DPOptimizer(Settled, WrappingOptimizer):
     ) -> None:
         require_kind(self, "inner", inner, Optimizer)
         require_kind(self, "gradients", gradients, ClippedGradients)
-        require_kind(self, "mechanism", mechanism, GaussianMechanism)
-        require_callable(self, "enter", enter)
-        if tickets is not None:
-            require_kind(self, "tickets", tickets, Tickets)
         releases = releases_into(inner)
         super().__init__(inner)
         self.gradients = gradients

@@ -166,9 +166,14 @@ class PrivacyEngine:
             noise=noise,
         )
         require_known_variance(type(optimizer), mechanism.scheme())
-        gradients = clipped_gradients(
-            module, loss_function, max_grad_norm, grad_sample_mode, micro_batch_size
-        )
+        kind: Callable[..., ClippedGradients] = PerSampleGradients
+        if grad_sample_mode == "hooks":
+            from comm_hooks.optim.private.gradients.opacus import OpacusGradients
+
+            kind = OpacusGradients
+        elif opacus := sys.modules.get("comm_hooks.optim.private.gradients.opacus"):
+            opacus.detach(module)
+        gradients = kind(module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size)
         transport = exchange.transport
         compare_datasets(data_loader.dataset, transport)
         loader = private_loader(
@@ -217,10 +222,6 @@ class PrivacyEngine:
         Raises:
             ValueError: also if no noise keeps the budget.
         """
-        if "noise_multiplier" in settings:
-            raise ValueError(
-                "make_private_with_epsilon computes noise_multiplier: call make_private to set it"
-            )
         exchange = settings.get("exchange") or _dense_exchange()
         self._share_history(exchange.transport)
         noise_multiplier = noise_multiplier_for(
@@ -467,24 +468,6 @@ class PrivacyEngine:
             self._opened().record(event)
 
         return enter
-
-
-def clipped_gradients(
-    module: nn.Module,
-    loss_function: LossFunction,
-    max_grad_norm: float,
-    grad_sample_mode: str,
-    micro_batch_size: int | None,
-) -> ClippedGradients:
-    """Return the source of clipped sums of a model's per-sample gradients for a mode."""
-    kind: Callable[..., ClippedGradients] = PerSampleGradients
-    if grad_sample_mode == "hooks":
-        from comm_hooks.optim.private.gradients.opacus import OpacusGradients
-
-        kind = OpacusGradients
-    elif opacus := sys.modules.get("comm_hooks.optim.private.gradients.opacus"):
-        opacus.detach(module)
-    return kind(module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size)
 
 
 def _dense_exchange() -> Exchange:

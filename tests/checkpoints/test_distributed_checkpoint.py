@@ -1,6 +1,5 @@
 """Residuals in checkpoints of ``torch.distributed.checkpoint``: every rank gets its own back."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks import CompressionState, ErrorFeedback, Exchange, TopK, register
 from comm_hooks.checkpoints.distributed_checkpoint import RankStates
 from comm_hooks.collectives import Simulated
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def start() -> tuple[nn.Module, DistributedDataParallel, CompressionState]:

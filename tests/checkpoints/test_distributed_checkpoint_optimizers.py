@@ -1,6 +1,5 @@
 """Optimizers that exchange, in distributed checkpoints: of replicas and of shards."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from comm_hooks.checkpoints.distributed_checkpoint import RankStates
 from comm_hooks.optim import LocalVarianceAdam, OneBitAdam, low_communication
 from tests.frameworks.hsdp import batch, build, two_by_two
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 STOP, STEPS = 3, 6
 
 

@@ -15,9 +15,7 @@ from comm_hooks.checkpoints.distributed_checkpoint import RankStates
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.checkpoints.sealing import sealed
 from comm_hooks.exchange.saved_state import seal_own
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def exchange_after(rounds: int) -> Exchange:

@@ -14,9 +14,7 @@ from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, P
 from comm_hooks.collectives.failure_detection import progress_of
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def short_lived() -> Any:
@@ -112,6 +110,7 @@ def compare_without_rank_2() -> Any:
     return message, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_there_is_waited_for_as_the_default_group_says(
     ranks_of: RanksOf,
 ) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,9 +22,7 @@ from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
 from comm_hooks.collectives import Simulated, TorchDistributed, worker
 from comm_hooks.collectives.requests import AllGather, AllToAll, Round
 from comm_hooks.exchange.layout import Segment
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 # What each asks of the network: one collective, two, and four among parts of the ranks.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Collectives over messages between two ranks: what they give, and that strangers never meet."""
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 from comm_hooks import PeerError
 from comm_hooks.collectives import TorchDistributed, rings
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Request
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SIZES = [0, 1, 2, 3, 7, 64, 1000]
 
 

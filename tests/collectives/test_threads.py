@@ -13,9 +13,7 @@ from comm_hooks.collectives import TorchDistributed, Transport, run_ranks
 from comm_hooks.collectives.requests import AllGather, AllReduce, Request
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
 from comm_hooks.optim.rounds.algorithms import SAFL
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def exchange_of(kind: str, transport: Transport) -> Exchange:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch.distributed as dist
 from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def requests(rank: int, ranks: int, group: Group | None = None) -> list[Request]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from comm_hooks import ErrorFeedback, Exchange, Quantize, RandomK, Sign, TopK
 from comm_hooks.collectives import Transport
-from comm_hooks.exchange.layout import Segment
 from comm_hooks.optim import LocalRounds, OneBitAdam
 
 STEPS = 6
@@ -73,19 +72,3 @@ def optimizer_loop(transport: Transport, name: str) -> dict[str, Any]:
 def all_loops(transport: Transport) -> dict[str, dict[str, Any]]:
     results = {name: plain_loop(transport, name) for name in EXCHANGES}
     return {**results, **{name: optimizer_loop(transport, name) for name in OPTIMIZERS}}
-
-
-def in_flight(transport: Transport) -> torch.Tensor:
-    """Start rounds of several buckets at once, as a DDP hook does."""
-    exchange = Exchange(TopK(density=0.5), ErrorFeedback(), transport=transport)
-    generator = torch.Generator().manual_seed(transport.rank)
-    buckets = [[torch.randn(64, 32, generator=generator)] for _ in range(5)]
-    futures: list[torch.futures.Future[None]] = []
-    for index, bucket in enumerate(buckets):
-        layout = exchange.buckets.of_segments(
-            [Segment(f"w{index}", (64, 32), False)], torch.device("cpu")
-        )
-        futures.append(transport.run_async(exchange.bucket_round(layout, bucket)))
-    for future in futures:
-        future.wait()
-    return torch.stack([bucket[0] for bucket in buckets])

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.frameworks.launching import launch
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import Net
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-RanksOf = Callable[[int], Ranks]
 
 
 @contextlib.contextmanager

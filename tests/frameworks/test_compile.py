@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import CompressionState, register
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import gradients
 
-RanksOf = Callable[[int], Ranks]
 SETTINGS: dict[str, Any] = {"density": 0.1, "block_size": 256}
 
 

@@ -11,9 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from comm_hooks import ConfigMismatchError
 from tests.frameworks import hsdp
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 WEIGHTS = [f"blocks.{b}.{i}.weight" for b in (0, 1) for i in (0, 2)]
 

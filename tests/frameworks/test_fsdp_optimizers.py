@@ -24,9 +24,8 @@ from comm_hooks.optim import (
 from comm_hooks.shards import local_shards
 from tests.frameworks.hsdp import Net, batch, build, two_by_two
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 CLIP_NORM, STEPS, STOP = 0.5, 6, 3
 Weights = dict[str, torch.Tensor]
 
@@ -109,9 +108,7 @@ def resumed(method: str, folder: str) -> list[Any]:
     return [before, after, shown, saved, weights(again), state.stats(), stats.stats()]
 
 
-@pytest.mark.parametrize(
-    "method", ["low_communication", pytest.param("signs", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", by_default(["low_communication"], ["signs"]))
 def test_a_sharded_model_resumes_bit_for_bit(
     ranks_of: RanksOf, tmp_path: Path, method: str
 ) -> None:

@@ -1,16 +1,13 @@
 """A compressed reduce-scatter inside the shard group, on 4 ranks."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from comm_hooks.wire.gathered_header import HEADER_NBYTES
 from tests.frameworks import hsdp
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 RANKS = 4
 
 

@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, TopK
 from comm_hooks.optim import low_communication
 from tests.frameworks.launching import launch
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import SMALL_BUCKETS_MB, Net, batch
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 
-RanksOf = Callable[[int], Ranks]
 SETTINGS: dict[str, Any] = {"density": 0.1, "min_numel": 64}
 STEPS_PER_EPOCH = 3
 
@@ -283,9 +281,13 @@ def refusals() -> dict[str, str]:
     class DeepSpeedStrategy(strategies.DDPStrategy):
         pass
 
+    class FSDPStrategy(strategies.SingleDeviceStrategy):
+        pass
+
     cases: dict[str, dict[str, Any]] = {
         "single": {"strategy": strategies.SingleDeviceStrategy("cpu")},
         "deepspeed": {"strategy": DeepSpeedStrategy()},
+        "fsdp": {"strategy": FSDPStrategy("cpu")},
         "hook": {"ddp": {"ddp_comm_hook": lambda state, bucket: None}},
         "static_graph": {"ddp": {"static_graph": True}, "accumulate_grad_batches": 2},
         "density": {"settings": {"density": 2}},
@@ -308,6 +310,7 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
     expected = {
         "single": 'not with SingleDeviceStrategy: use Trainer(strategy="ddp")',
         "deepspeed": "not with DeepSpeedStrategy: see comm_hooks.frameworks.deepspeed",
+        "fsdp": "not with FSDPStrategy: see comm_hooks.frameworks.fsdp",
         "hook": "DDPStrategy(ddp_comm_hook=...) and CompressionCallback each register a hook",
         "static_graph": "static_graph=True: the first backward pass must not be under no_sync()",
         "density": "TopK: density is the fraction that is kept",
@@ -318,16 +321,3 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
         assert messages.keys() == expected.keys()
         for name, part in expected.items():
             assert part in messages[name]
-
-
-def test_fsdp_is_refused_with_a_pointer() -> None:
-    from comm_hooks.frameworks.lightning import CompressionCallback
-
-    class FSDPStrategy:
-        pass
-
-    class OfTrainer:
-        strategy = FSDPStrategy()
-
-    with pytest.raises(ValueError, match=r"not with FSDPStrategy: see comm_hooks.frameworks.fsdp"):
-        CompressionCallback(TopK(), memory=ErrorFeedback()).setup(OfTrainer(), None, "fit")

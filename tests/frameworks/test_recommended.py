@@ -21,10 +21,10 @@ from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.frameworks import accelerate as ours_in_accelerate
 from comm_hooks.optim import LocalVarianceAdam, low_communication
 from tests.frameworks.launching import launch
-from tests.ranks import Ranks
+from tests.frameworks.selection import by_default
+from tests.ranks import RanksOf
 from tests.test_hook import Net, batch
 
-RanksOf = Callable[[int], Ranks]
 MICRO_BATCHES, CLIP_NORM, STEPS = 4, 0.1, 5
 STOP = 3
 """Steps before the checkpoint: in the middle of a round."""
@@ -106,13 +106,11 @@ def bare(method: str) -> Outcome:
     return report(net, state, scheduler)
 
 
-def with_ddp(method: str, folder: str, steps: range, *, compiled: bool = False) -> Outcome:
+def with_ddp(method: str, folder: str, steps: range) -> Outcome:
     torch.manual_seed(0)
     net = Net()
     optimizer, scheduler = optimizer_of(method, net)
-    ddp: nn.Module = DistributedDataParallel(net)
-    if compiled:
-        ddp = torch.compile(ddp, backend="eager")
+    ddp = DistributedDataParallel(net)
     own, settings = register_with(method, optimizer)
     state = register(ddp, *own, **settings)
     if steps.start:
@@ -122,7 +120,7 @@ def with_ddp(method: str, folder: str, steps: range, *, compiled: bool = False) 
         scheduler.load_state_dict(saved["scheduler"])
         load_rank_files(state, folder)
     for is_last, (inputs, targets) in micro_batches(steps):
-        with contextlib.nullcontext() if is_last or compiled else ddp.no_sync():  # type: ignore
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
             with torch.autocast("cpu", torch.bfloat16):
                 logits = ddp(inputs)
             (nn.functional.cross_entropy(logits.float(), targets) / MICRO_BATCHES).backward()
@@ -136,10 +134,6 @@ def with_ddp(method: str, folder: str, steps: range, *, compiled: bool = False) 
         parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
         torch.save({k: v.state_dict() for k, v in parts.items()}, f"{folder}/shared.pt")
     return report(net, state, scheduler)
-
-
-def with_compiled_ddp(method: str, folder: str, steps: range) -> Outcome:
-    return with_ddp(method, folder, steps, compiled=True)
 
 
 def with_accelerate(method: str, folder: str, steps: range) -> Outcome:
@@ -278,7 +272,6 @@ def with_lightning(method: str, folder: str, steps: range) -> Outcome:
 
 WAYS: dict[str, tuple[str, Callable[[str, str, range], Outcome]]] = {
     "ddp": ("torch", with_ddp),
-    "compiled ddp": ("torch", with_compiled_ddp),
     "accelerate": ("accelerate", with_accelerate),
     "fabric": ("lightning", with_fabric),
     "lightning": ("lightning", with_lightning),
@@ -299,11 +292,10 @@ def train(name: str, method: str, folder: str, straight: str) -> tuple[Outcome, 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        *((name, "low_communication") for name in WAYS),
-        *((name, "topk") for name in ("accelerate", "fabric", "lightning")),
-        ("ddp", "signs"),
-    ],
+    by_default(
+        [(name, "low_communication") for name in WAYS],
+        [*((name, "topk") for name in WAYS if name != "ddp"), ("ddp", "signs")],
+    ),
 )
 def test_frameworks_take_the_same_steps_as_a_bare_loop(
     ranks_of: RanksOf, tmp_path: Path, name: str, method: str
@@ -438,9 +430,7 @@ def hugging_face(method: str, folder: str) -> list[Outcome]:
     return [whole, resumed, report(model, state, scheduler)]
 
 
-@pytest.mark.parametrize(
-    "method", ["low_communication", pytest.param("topk", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", by_default(["low_communication"], ["topk"]))
 def test_the_trainer_of_transformers(ranks_of: RanksOf, tmp_path: Path, method: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     outcomes = ranks_of(2).run(hugging_face, method, str(tmp_path))

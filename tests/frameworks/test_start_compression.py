@@ -1,7 +1,5 @@
 """The first steps of a hook can be exact: gradients are averaged as plain DDP does, and counted."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import register
 from comm_hooks.errors import ConfigMismatchError
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 from tests.test_hook import Net, backward, gradients
 
-RanksOf = Callable[[int], Ranks]
 START, STEPS = 3, 6
 
 

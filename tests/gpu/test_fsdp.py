@@ -1,15 +1,12 @@
 """FSDP2 on a GPU, over NCCL, on 4 ranks as 2 x 2."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.frameworks import hsdp
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 
 def shards(setup: hsdp.Setup, compressor: str) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,5 @@
 """DDP's hook on a GPU, over NCCL: ranks agree, it does what a CPU does, and nobody waits."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,9 +18,7 @@ from tests.gpu.training import (
     time_behind_a_busy_gpu,
     train_on_both,
 )
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 TOP_K_TWICE = {"compressor": "topk", "collective": "sharded", "value_bits": 4}
 CASES: list[dict[str, Any]] = [{"compressor": name} for name in COMPRESSORS] + [

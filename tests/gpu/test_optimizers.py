@@ -1,6 +1,5 @@
 """Optimizers that own the exchange, on a GPU, over NCCL."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,7 @@ from comm_hooks import register
 from comm_hooks.optim import low_communication
 from tests.gpu.training import backward, fresh, train_on_both, weights
 from tests.optim.test_contract import MAKE
-from tests.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.ranks import RanksOf
 
 # What a GPU rounds otherwise, these make another step of: the sign of almost nothing, a place among
 # the largest.

@@ -15,11 +15,16 @@ Operator = Callable[[np.ndarray], np.ndarray]
 def check(
     replicas: Sequence[Mapping[str, np.ndarray]], expected: Mapping[str, np.ndarray], *, atol: float
 ) -> None:
-    """Assert that replicas are equal, bit for bit, and within rounding of the reference."""
+    """Assert that replicas are equal, bit for bit, and within rounding of the reference.
+
+    A NaN in the reference stands for a value that depends on rounding.
+    """
     for replica in replicas:
         for name, value in expected.items():
             assert np.array_equal(replica[name], replicas[0][name]), "replicas must not drift"
-            np.testing.assert_allclose(replica[name], value, atol=atol)
+            clear = ~np.isnan(value)
+            assert clear.mean() > 0.99
+            np.testing.assert_allclose(replica[name][clear], value[clear], atol=atol)
 
 
 def sign_of_blocks(x: np.ndarray, block_size: int) -> np.ndarray:
@@ -46,26 +51,20 @@ class Exact:
         return np.mean(vectors, axis=0)
 
 
-class PublishedMean:
+class PublishedMean(Mean):
     """The exchange of one parameter as DeepSpeed 0.19.6 has it (``compressed_allreduce``).
 
-    On all ranks at once: what a rank sends has one scale, what the owner of a chunk sends another,
-    both root mean squares.
+    A rank's payload has one scale, an owner's payload another, both root mean squares.
     """
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.worker_errors: list[Any] = [0.0] * ranks
-        self.server_errors: list[Any] = [0.0] * ranks
 
     def __call__(self, vectors: list[np.ndarray]) -> np.ndarray:
         sent = []
         for rank, vector in enumerate(vectors):
-            compensated = vector + self.worker_errors[rank]
+            compensated = vector + self.errors[rank]
             sent.append(sign_of_rms(compensated))
-            self.worker_errors[rank] = compensated - sent[rank]
+            self.errors[rank] = compensated - sent[rank]
         result = []
-        for owner, chunk in enumerate(np.split(np.mean(sent, axis=0), self.ranks)):
+        for owner, chunk in enumerate(np.split(np.mean(sent, axis=0), len(vectors))):
             compensated = chunk + self.server_errors[owner]
             result.append(sign_of_rms(compensated))
             self.server_errors[owner] = compensated - result[owner]

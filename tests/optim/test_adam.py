@@ -103,34 +103,6 @@ def test_with_bias_correction_it_is_torchs_adamw_also_under_schedulers(
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-11, atol=1e-13)
 
 
-@each_class
-@each_correction
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_both_paths_agree(
-    optimizer_class: type[Adam] | type[AMSGrad], bias_correction: bool, dtype: torch.dtype
-) -> None:
-    results = []
-    for foreach in (True, False):
-        parameters = parameters_of(dtype)
-        optimizer = optimizer_class(
-            parameters.values(),
-            **HYPER,
-            weight_decay=0.3,
-            bias_correction=bias_correction,
-            foreach=foreach,
-        )
-        results.append((run(parameters, optimizer), optimizer))
-    (together, many), (alone, single) = results
-    for name in SHAPES:
-        # In float32 a few roundings; else the same numbers, but for the last place now and then.
-        tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-        torch.testing.assert_close(together[name], alone[name], rtol=tolerance, atol=tolerance)
-    for ours, theirs in zip(many.state.values(), single.state.values(), strict=True):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7)
-
-
 class Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -158,22 +130,6 @@ def test_kernels_do_not_multiply_with_parameters_and_wait_for_nothing(
         launched.append(kernels.names)
     assert launched[0] == launched[1]
     assert not any("_local_scalar_dense" in name for name in launched[0])
-
-
-@each_class
-@each_path
-def test_low_precision_parameters_are_rounded_once(
-    optimizer_class: type[Adam] | type[AMSGrad], foreach: bool | None
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    narrow = nn.Parameter(torch.randn(1000, generator=generator).bfloat16())
-    wide = nn.Parameter(narrow.detach().float())
-    wide.grad = torch.randn(1000, generator=generator).bfloat16().float()
-    narrow.grad = wide.grad.bfloat16()
-    for x in (narrow, wide):
-        optimizer_class([x], lr=0.01, weight_decay=0.1, foreach=foreach).step()
-    assert torch.equal(narrow, wide.bfloat16())
-    assert not torch.equal(wide, narrow.float())
 
 
 @each_class

@@ -1,7 +1,6 @@
 """Adam and AMSGrad with what surrounds an optimizer: scalers, compilers, checkpoints, ranks."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import ExponentialLR
 
 from comm_hooks.optim.adam import Adam, AMSGrad
 from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
@@ -21,32 +19,6 @@ from tests.optim.scenarios import RanksOf, rarely
 
 each_class = pytest.mark.parametrize("optimizer_class", [Adam, AMSGrad])
 each_path = pytest.mark.parametrize("foreach", [None, False])
-
-
-@each_class
-def test_groups_names_and_closures(optimizer_class: type[Adam] | type[AMSGrad]) -> None:
-    model = nn.Linear(4, 3)
-    (weight, bias), x = model.parameters(), torch.ones(2, 4)
-    named = list(model.named_parameters())
-    optimizer = optimizer_class(
-        [{"params": named[:1], "weight_decay": 0.5}, {"params": named[1:], "lr": 0.0}], lr=0.002
-    )
-    assert [g["param_names"] for g in optimizer.param_groups] == [["weight"], ["bias"]]
-    scheduler = ExponentialLR(optimizer, 0.5)
-    before = [weight.detach().clone(), bias.detach().clone()]
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return float(loss.detach())
-
-    losses = [optimizer.step(closure) for _ in range(5)]
-    scheduler.step()
-    assert losses[-1] < losses[0]
-    assert not torch.equal(weight, before[0])
-    assert torch.equal(bias, before[1])
-    assert [g["lr"] for g in optimizer.param_groups] == [0.001, 0.0]
 
 
 @each_class
@@ -109,31 +81,6 @@ def test_the_step_compiles_to_one_graph_whatever_the_learning_rate(
         torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-6, atol=1e-6)
     # Once without and once with a state; the second learning rate makes it a variable.
     assert counter.frame_count <= 3
-
-
-@each_class
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    optimizer_class: type[Adam] | type[AMSGrad], dtype: torch.dtype
-) -> None:
-    def make() -> tuple[dict[str, nn.Parameter], Adam | AMSGrad]:
-        parameters = parameters_of(dtype)
-        return parameters, optimizer_class(parameters.items(), **HYPER, bias_correction=True)
-
-    parameters, optimizer = make()
-    model = run(parameters, optimizer, steps=range(10))
-    file = io.BytesIO()
-    torch.save([model, optimizer.state_dict()], file)
-    expected = run(parameters, optimizer, steps=range(10, STEPS))
-    file.seek(0)
-    model, state = torch.load(file, weights_only=True)
-    parameters, optimizer = make()
-    for name, parameter in parameters.items():
-        parameter.data.copy_(model[name])
-    optimizer.load_state_dict(state)
-    actual = run(parameters, optimizer, steps=range(10, STEPS))
-    for name in SHAPES:
-        assert torch.equal(actual[name], expected[name])
 
 
 @each_class

@@ -12,43 +12,28 @@ from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.exchange import exchange as exchanges
 from comm_hooks.optim import (
     LocalRounds,
-    LocalVarianceAdam,
-    MicroAdam,
-    OneBitLamb,
     low_communication,
 )
+from tests.optim.catalog import MAKE
 
 Make = Callable[[nn.Module, Transport], Any]
-
-
-def top_k(transport: Transport, collective: str = "auto") -> Exchange:
-    return Exchange(
-        TopK(density=0.1), ErrorFeedback(), transport=transport, min_numel=8, collective=collective
-    )
-
-
-def rounds(fragments: int, **options: Any) -> Make:
-    def make(model: nn.Module, transport: Transport) -> LocalRounds:
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        return LocalRounds(inner, top_k(transport), local_steps=4, fragments=fragments, **options)
-
-    return make
 
 
 MAKERS: dict[str, Make] = {
     "low_communication": lambda model, transport: low_communication(
         model.named_parameters(), lr=0.01, bits_per_parameter=1.0, transport=transport
     ),
-    "rounds": rounds(1),
-    "fragments": rounds(3),
-    "local_variance_adam": lambda model, transport: LocalVarianceAdam(
-        model.named_parameters(), top_k(transport), lr=0.01
+    "fragments": lambda model, transport: LocalRounds(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Exchange(TopK(density=0.1), ErrorFeedback(), transport=transport),
+        local_steps=4,
+        fragments=3,
     ),
-    "micro_adam": lambda model, transport: MicroAdam(
-        model.named_parameters(), top_k(transport, collective="all_gather"), lr=0.01
+    "micro_adam": lambda model, transport: MAKE["micro_32"](
+        model.named_parameters(), transport=transport
     ),
-    "one_bit_lamb": lambda model, transport: OneBitLamb(
-        model.named_parameters(), top_k(transport), lr=0.01, freeze_step=2
+    "one_bit_lamb": lambda model, transport: MAKE["lamb"](
+        model.named_parameters(), freeze_step=2, transport=transport
     ),
 }
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ from comm_hooks import (
     Sign,
     TopK,
 )
-from comm_hooks.compressors import Compressor, RandomK
-from comm_hooks.compressors.cocktail import Cocktail
+from comm_hooks.compressors import RandomK
 from comm_hooks.compressors.dct import DCTTopK
 from comm_hooks.memory import MomentumCorrection
 from comm_hooks.optim import (
@@ -43,68 +41,11 @@ from comm_hooks.optim import (
     OneBitLamb,
     ZeroOneAdam,
 )
-from comm_hooks.optim.exchanging import ExchangingOptimizer
-from tests.optim.replicas import MIN_NUMEL, resume, skip
+from tests.optim.catalog import GATHER, MAKE, SCHEDULE, SIGN, TRAITS, by_trait
+from tests.optim.replicas import advance, fresh, resume, skip
 from tests.optim.scenarios import RanksOf, collectives, history, overflow, rarely, same
 
-RATES: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-HYPER: dict[str, Any] = {**RATES, "betas": (0.9, 0.95), "eps": 1e-8}
-SIGN = Sign(block_size=64)
-TOP_K = TopK(density=0.05, block_size=200, value_bits=32)
-SCHEDULE = {
-    "var_freeze_step": 8,
-    "var_update_scaler": 3,
-    "local_step_scaler": 4,
-    "local_step_clipper": 4,
-}
 NAN, INF = float("nan"), float("inf")
-
-
-def build(
-    kind: type[ExchangingOptimizer],
-    compressor: Compressor,
-    memory: Callable[[], Any] | None,
-    params: Any,
-    *,
-    collective: str = "sharded",
-    **hyper: Any,
-) -> ExchangingOptimizer:
-    own = memory() if memory else None
-    return kind(params, Exchange(compressor, own, collective, min_numel=MIN_NUMEL), **hyper)  # type: ignore[call-arg]
-
-
-MICRO = partial(ErrorFeedback, bits=4, stochastic=True)
-MAKE: dict[str, Callable[..., ExchangingOptimizer]] = {
-    "lva": partial(build, LocalVarianceAdam, TOP_K, ErrorFeedback, **HYPER),
-    "compressed": partial(build, CompressedAdam, TOP_K, ErrorFeedback, freeze_step=2, **HYPER),
-    "one_bit": partial(build, OneBitAdam, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
-    "lamb": partial(build, OneBitLamb, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
-    "zero_one": partial(build, ZeroOneAdam, SIGN, ErrorFeedback, **{**HYPER, **SCHEDULE}),
-    "cd": partial(build, CDAdam, SIGN, Differences, **HYPER),
-    "ef21": partial(build, EF21, TOP_K, Differences, momentum=0.9, **RATES),
-    "micro_4": partial(build, MicroAdam, TopK(0.05, 64, 4), MICRO, window=4, **HYPER),
-    "micro_32": partial(build, MicroAdam, TopK(0.05, 64, 32), ErrorFeedback, window=4, **HYPER),
-    "cocktail": partial(build, CocktailSGD, Cocktail(0.5, 0.2, 4, 32), ErrorFeedback, **RATES),
-    "demo": partial(build, DeMo, DCTTopK(8, 0.1), partial(ErrorFeedback, decay=0.99), **RATES),
-    "dgc": partial(build, DGC, TopK(0.03, 64, 32), partial(MomentumCorrection, 0.9), **RATES),
-    "fetch": partial(
-        build, FetchSGD, CountSketch(0.3), None, rows=3, momentum=0.9, density=0.02, **RATES
-    ),
-}
-GATHER = {"collective": "all_gather"}
-# One optimizer for each way to keep a state: on each rank, frozen, as differences, as codes.
-TRAITS = ("lva", "one_bit", "ef21", "micro_4")
-
-
-def by_trait(*cases: Any) -> list[Any]:
-    """Return cases, the kind of optimizer first; all but one a trait are for the slow tests."""
-    seen: set[str] = set()
-    result = []
-    for case in cases:
-        kind = case[0] if isinstance(case, tuple) else case
-        result += [case] if kind in TRAITS and kind not in seen else rarely(case)
-        seen.add(kind)
-    return result
 
 
 @pytest.mark.parametrize("poison", [NAN, *rarely(INF)])
@@ -243,6 +184,22 @@ def test_one_exchange_per_step(
         assert asked == [["AllReduce"]] * exact + [compressed] * 3
 
 
+def rest_a_group(kind: str) -> tuple[bool, bool]:
+    """Return whether a parameter of learning rate zero stays, and whether all others move."""
+    parameters = fresh()
+    (first, resting), *others = parameters.items()
+    optimizer = MAKE[kind]([{"params": [(first, resting)], "lr": 0.0}, {"params": others}])
+    advance(optimizer, parameters, range(3))
+    start = fresh()
+    moved = [not torch.equal(p, start[name]) for name, p in others]
+    return torch.equal(resting, start[first]), all(moved)
+
+
+@pytest.mark.parametrize("kind", [*TRAITS, *rarely("cd", "cocktail", "demo", "dgc", "lamb")])
+def test_groups_have_their_own_learning_rates(ranks_of: RanksOf, kind: str) -> None:
+    assert ranks_of(2).run(rest_a_group, kind) == [(True, True)] * 2
+
+
 def configure_differently(kind: str, option: str, values: list[Any]) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.ones(4, 4)
@@ -299,6 +256,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         (kind, {"total_steps": bad}, "total_steps must be an integer of at least 1")
         for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
         for bad in (0, 2.0)
+    ),
+    (
+        CompressedAdam,
+        {"exchange": Exchange(TopK(), ErrorFeedback(), min_ndim=1, min_numel=1)},
+        "leave min_ndim at 2",
     ),
     (OneBitLamb, {"max_coeff": 0.0}, r"OneBitLamb: max_coeff must lie in \(0, inf\)"),
     (OneBitLamb, {"min_coeff": 11.0}, r"min_coeff must lie in \[0, 10.0\], got 11.0"),
@@ -386,12 +348,6 @@ def test_what_cannot_work_is_refused(kind: type, options: dict[str, Any], messag
     exchange, others = USUAL[kind]
     with pytest.raises(ValueError, match=message):
         kind([nn.Parameter(torch.zeros(2))], **{"exchange": exchange, **others, **options})
-
-
-@pytest.mark.parametrize("kind", USUAL)
-def test_what_each_is_usually_made_with_is_accepted(kind: type) -> None:
-    exchange, others = USUAL[kind]
-    kind([nn.Parameter(torch.zeros(2))], exchange, **others)
 
 
 @pytest.mark.parametrize("kind", USUAL)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,29 +10,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign, TopK
+from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.errors import PayloadError
-from comm_hooks.optim import (
-    FetchSGD,
-    LocalRounds,
-    LocalVarianceAdam,
-    OneBitAdam,
-    OneBitLamb,
-    low_communication,
-)
+from comm_hooks.optim import LocalRounds, low_communication
+from tests.optim.catalog import MAKE
 from tests.optim.scenarios import rarely
 
 Make = Callable[[Any, Transport], Any]
 
 
-def low(params: Any, transport: Transport) -> Any:
-    return low_communication(params, lr=0.01, bits_per_parameter=4.0, transport=transport)
-
-
-def muon(params: Any, transport: Transport) -> Any:
+def low(params: Any, transport: Transport, **options: Any) -> Any:
     return low_communication(
-        params, lr=0.01, bits_per_parameter=4.0, transport=transport, inner="muon"
+        params, lr=0.01, bits_per_parameter=4.0, transport=transport, **options
     )
 
 
@@ -41,32 +32,20 @@ def rounds(params: Any, transport: Transport) -> Any:
     return LocalRounds(inner, exchange, local_steps=2, shared_decay=True)
 
 
-def signs(params: Any, transport: Transport) -> Any:
-    exchange = Exchange(Sign(), ErrorFeedback(), transport=transport, min_numel=8)
-    return LocalVarianceAdam(params, exchange, lr=0.01, weight_decay=0.1)
+def owner(kind: str, **options: Any) -> Make:
+    """Return an optimizer of the catalog, by its transport."""
+    return lambda params, transport: MAKE[kind](params, transport=transport, **options)
 
 
-def one_bit(kind: Any) -> Make:
-    def make(params: Any, transport: Transport) -> Any:
-        exchange = Exchange(Sign(), ErrorFeedback(), transport=transport, min_numel=8)
-        return kind(params, exchange, lr=0.01, weight_decay=0.1, freeze_step=2)
-
-    return make
-
-
-def sketch(params: Any, transport: Transport) -> Any:
-    exchange = Exchange(CountSketch(ratio=0.2), transport=transport, min_numel=8)
-    return FetchSGD(params, exchange, lr=0.01, weight_decay=0.1, density=0.1)
-
-
+signs = owner("lva", compressor=Sign())
 MAKERS: dict[str, Make] = {
     "low_communication": low,
-    "Muon": muon,
+    "Muon": partial(low, inner="muon"),
     "LocalRounds": rounds,
     "LocalVarianceAdam": signs,
-    "OneBitAdam": one_bit(OneBitAdam),
-    "OneBitLamb": one_bit(OneBitLamb),
-    "FetchSGD": sketch,
+    "OneBitAdam": owner("one_bit", freeze_step=2),
+    "OneBitLamb": owner("lamb", freeze_step=2),
+    "FetchSGD": owner("fetch", density=0.1, collective="auto"),
 }
 USUAL = ("low_communication", "OneBitAdam")
 OTHERS = rarely(*(name for name in MAKERS if name not in USUAL))

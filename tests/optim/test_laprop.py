@@ -1,9 +1,7 @@
 """LaProp's fused step does what its lines say, whatever the parameters' dtypes and layouts."""
 
-import copy
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,37 +73,6 @@ def test_groups_and_parameters_that_start_later_have_their_own_settings_and_ages
     # Constant gradients are normalized to 1 from the first step on.
     torch.testing.assert_close(first.detach(), torch.full((3,), 1 - 3 * 0.1), rtol=0, atol=1e-5)
     torch.testing.assert_close(second.detach(), torch.full((3,), 1 - 2 * 0.01), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_state_is_float32_or_wider(dtype: torch.dtype) -> None:
-    parameter = nn.Parameter(torch.ones(5, dtype=dtype))
-    optimizer = LaProp([parameter], lr=0.1)
-    for _ in range(2):
-        parameter.grad = torch.ones(5, dtype=dtype)
-        optimizer.step()
-    wider = torch.float64 if dtype == torch.float64 else torch.float32
-    assert optimizer.state[parameter]["exp_avg_sq"].dtype == wider
-    torch.testing.assert_close(parameter.detach().float(), torch.full((5,), 0.8), rtol=0.01, atol=0)
-
-
-def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
-    def run(parameter: nn.Parameter, optimizer: LaProp, steps: range) -> None:
-        for step in steps:
-            parameter.grad = gradient_of(parameter, step)
-            optimizer.step()
-
-    parameter = nn.Parameter(torch.ones(4, 6))
-    optimizer = LaProp([("w", parameter)], **HYPERPARAMETERS)
-    run(parameter, optimizer, range(3))
-    saved, values = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
-    run(parameter, optimizer, range(3, 6))
-    # In a model that lies in memory in another order.
-    again = nn.Parameter(values.t().contiguous().t())
-    resumed = LaProp([("w", again)], **HYPERPARAMETERS)
-    resumed.load_state_dict(saved)
-    run(again, resumed, range(3, 6))
-    assert torch.equal(again, parameter)
 
 
 def test_a_checkpoint_of_adamw_can_be_loaded() -> None:

@@ -8,16 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
-from tests.optim.decaying import COMPRESSORS, SHAPES, STEPS, gradient, start
 from tests.optim.references import check
+from tests.optim.rounds.problem import SHAPES, largest, signs
 from tests.optim.scenarios import RanksOf, rarely
 
+STEPS = 30
 # With a small eps all normalized gradients of the first step are 1: top-k would be a draw.
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 0.1, "weight_decay": 0.1}
+
+
+def start(name: str) -> np.ndarray:
+    return np.random.default_rng(len(name)).normal(size=SHAPES[name])
+
+
+def gradient(name: str, step: int, rank: int) -> np.ndarray:
+    """A signal that all ranks share, noise of their own, and a size that decays."""
+    signal = np.random.default_rng(len(name) + 77).normal(size=SHAPES[name])
+    noise = np.random.default_rng([len(name), step, rank]).normal(size=SHAPES[name])
+    return (signal + noise) * 0.97**step
 
 
 def train(compressor: Compressor) -> dict[str, np.ndarray]:
@@ -79,7 +91,15 @@ def reference(compress: Callable[[np.ndarray], np.ndarray], ranks: int) -> dict[
 
 
 @pytest.mark.parametrize("ranks", [2, *rarely(1, 4)])
-@COMPRESSORS
+@pytest.mark.parametrize(
+    ("compressor", "compress"),
+    [
+        (Identity(), lambda x: x),
+        (Sign(block_size=64), signs),
+        (TopK(density=0.05, value_bits=32), largest),
+    ],
+    ids=["identity", "sign", "topk"],
+)
 @pytest.mark.filterwarnings("ignore:world size is 1")
 def test_matches_the_reference(
     ranks_of: RanksOf,
@@ -91,36 +111,6 @@ def test_matches_the_reference(
     expected = reference(compress, ranks)
     # Squared norms are rounded to 8 bits.
     check(replicas, expected, atol=1e-4)
-
-
-def account() -> tuple[np.ndarray, np.ndarray]:
-    """Return all that was applied plus what is owed, and all normalized gradients' mean."""
-    beta1, beta2, world = 0.9, 0.95, dist.get_world_size()
-    weight = nn.Parameter(torch.zeros(64, 64))
-    exchange = Exchange(TopK(density=1 / 64), ErrorFeedback())
-    optimizer = LocalVarianceAdam([weight], exchange, betas=(beta1, beta2))
-    applied = np.zeros((64, 64))
-    computed = np.zeros((64, 64))
-    v = np.zeros((world, 64, 64))
-    for t in range(1, 61):
-        g = np.stack([np.random.default_rng([t, r]).normal(0.5, 1, (64, 64)) for r in range(world)])
-        v = beta2 * v + (1 - beta2) * g**2
-        computed += (g / np.sqrt(v / (1 - beta2**t))).mean(0)
-        weight.grad = torch.from_numpy(g[dist.get_rank()]).float()
-        optimizer.step()
-        applied += optimizer.state[weight]["exp_avg"].double().numpy()
-    assert exchange.memory
-    residual = exchange.memory.state_dict()["0"].view(64, 64)
-    dist.all_reduce(residual)
-    momentum = optimizer.state[weight]["exp_avg"].double().numpy()
-    owed = (residual.double().numpy() / world + beta1 * momentum) / (1 - beta1)
-    return applied + owed, computed
-
-
-def test_what_is_applied_and_what_is_owed_add_up_to_what_was_computed(ranks_of: RanksOf) -> None:
-    for accounted, computed in ranks_of(2).run(account):
-        # Residuals of up to 60, in float32, divided by 1 - beta1.
-        np.testing.assert_allclose(accounted, computed, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:world size is 1")

@@ -15,8 +15,6 @@ from comm_hooks.collectives import Simulated, Transport, run_ranks
 from comm_hooks.optim import LaProp, LocalRounds, MuonAdamW, low_communication
 from comm_hooks.optim.low_communication import INNER, RoundsPlan, plan_rounds
 
-STEPS = 24
-
 
 def make_model(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
@@ -149,26 +147,6 @@ def test_settings_that_cannot_be_are_named(options: dict[str, Any], message: str
         low_communication([], lr=1e-3, transport=Simulated(2)[0])
 
 
-def test_it_is_an_optimizer_like_any_other() -> None:
-    def rank(transport: Transport) -> list[float]:
-        model = make_model()
-        optimizer = low_communication(
-            model.named_parameters(), lr=1e-2, bits_per_parameter=0.3, transport=transport
-        )
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        rates = []
-        for step in range(4):
-            take_steps(model, optimizer, range(step, step + 1), transport.rank)
-            scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.synchronize()
-        return rates
-
-    rates = run_ranks(rank, 2)
-    assert rates[0] == sorted(rates[0], reverse=True)
-    assert rates[0] == rates[1]
-
-
 @pytest.mark.parametrize("inner", INNER)
 def test_it_resumes_bit_for_bit(inner: str) -> None:
     def rank(transport: Transport) -> None:
@@ -193,6 +171,29 @@ def test_it_resumes_bit_for_bit(inner: str) -> None:
         assert all(map(torch.equal, model.parameters(), again.parameters()))
 
     run_ranks(rank, 2)
+
+
+def test_another_number_of_ranks_goes_on_by_its_own_plan() -> None:
+    def make(transport: Transport) -> tuple[nn.Module, LocalRounds]:
+        model = make_model()
+        options: Any = {"bits_per_parameter": 8.0, "transport": transport}
+        return model, low_communication(model.named_parameters(), lr=1e-2, **options)
+
+    def save(transport: Transport) -> dict[str, Any]:
+        model, optimizer = make(transport)
+        take_steps(model, optimizer, range(5), transport.rank)
+        return optimizer.state_dict()
+
+    states = run_ranks(save, 2)
+
+    def go_on(transport: Transport) -> None:
+        model, optimizer = make(transport)
+        (planned,) = (group["lr"] for group in optimizer.server.param_groups)
+        optimizer.load_state_dicts(states)
+        assert optimizer.server.param_groups[0]["lr"] == planned == 1.5 * math.sqrt(3)
+        take_steps(model, optimizer, range(5, 9), transport.rank)
+
+    run_ranks(go_on, 3)
 
 
 def test_local_steps_are_those_of_laprop_with_half_the_horizon() -> None:

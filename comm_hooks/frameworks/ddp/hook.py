@@ -118,7 +118,13 @@ class CompressionState:
         self.loss_scale = loss_scale
         self.start_compression_step = start_compression_step
         self.exchange.agree_on({"start_compression_step": start_compression_step})
-        self._names = _by_parameter(named_parameters)
+        names = dict(named_parameters or ())
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                "CompressionState: named_parameters must be what model.named_parameters() returns, "
+                f"got {in_one_line(names)}"
+            )
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in names.items()}
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
         self._saved_buckets: list[list[str]] = []
@@ -260,25 +266,6 @@ class CompressionState:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
-
-
-def _by_parameter(
-    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> dict[torch.Tensor, str]:
-    """Return a mapping from parameter to name; raise ``ValueError`` for other kinds of pairs."""
-    if named is None:
-        return {}
-    names: dict[torch.Tensor, str] = {}
-    for pair in named if isinstance(named, Iterable) else (named,):
-        match pair:
-            case (str(name), torch.Tensor() as parameter):
-                names[parameter] = name
-            case _:
-                raise ValueError(
-                    "CompressionState: named_parameters must be what model.named_parameters() "
-                    f"returns, got {in_one_line(pair)}"
-                )
-    return names
 
 
 def compression_hook(

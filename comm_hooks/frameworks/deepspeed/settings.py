@@ -10,7 +10,7 @@ import torch
 
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.optim import Adam, AMSGrad, LocalRounds, low_communication
+from comm_hooks.optim import LocalRounds, low_communication
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, find, lookup
 from comm_hooks.requirements import require_integer, require_within
@@ -82,7 +82,7 @@ class EngineSettings:
         for key in config["optimizer"]:
             if key not in _KEYS:
                 raise ValueError(f"optimizer.{key}: {unknown('setting', key, _KEYS)}")
-        name = entry.name if entry in _EXTRAS.values() else entry.type_name
+        name = entry.name if entry is _ADAMW else entry.type_name
         published = entry.published
         in_parts = name == "OneBitAdam" and _stage(config) in (1, 2)
         if in_parts and isinstance(block, Mapping) and START in block:
@@ -103,8 +103,6 @@ class EngineSettings:
                     'instance {"compressor": "count_sketch", "ratio": 0.05}'
                 )
             found = cls._averaging(block, params["freeze_step"] if in_parts else 0)
-            if name == "SAFL":
-                _require_sketch(found.exchange)
             make = _checked("optimizer.params", entry.build, params)
             return replace(found, make_optimizer=make)
         _check_engine(config, name)
@@ -198,33 +196,10 @@ def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[st
     return result
 
 
-def _safl(
-    params: Any,
-    *,
-    lr: float = 1e-3,
-    local_lr: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = True,
-) -> torch.optim.Optimizer:
-    """Return an optimizer equal to :class:`comm_hooks.optim.SAFL` with one local step per round.
-
-    A local step moves a client by ``local_lr`` times its gradient.  The server's step is the same
-    for the gradients themselves with ``eps / local_lr`` for ``eps``.
-    """
-    require_within("SAFL", "local_lr", local_lr, "(0, inf)")
-    kind = AMSGrad if amsgrad else Adam
-    return kind(params, lr, betas=betas, eps=eps / local_lr, weight_decay=weight_decay)
-
-
-_EXTRAS = {
-    "safl": OptimizerEntry("SAFL", _safl, lambda defaults: {}),
-    # AdamW under a name that DeepSpeed refuses where comm-hooks is missing.
-    "commhooksadamw": OptimizerEntry("CommHooksAdamW", torch.optim.AdamW, lambda defaults: {}),
-}
+# AdamW under a name that DeepSpeed refuses where comm-hooks is missing.
+_ADAMW = OptimizerEntry("CommHooksAdamW", torch.optim.AdamW, lambda defaults: {})
 _KEYS = ("type", "params", "legacy_fusion")
-_NEEDS_BLOCK = ("SAFL", "FrozenVarianceAdam", "CommHooksAdamW")
+_NEEDS_BLOCK = ("FrozenVarianceAdam", "CommHooksAdamW")
 
 # Keys of DeepSpeed's own 1-bit optimizers.
 _ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
@@ -249,7 +224,7 @@ def _type(config: Mapping[str, Any]) -> str:
 
 def _entry(name: str) -> OptimizerEntry | None:
     """Return the entry of an optimizer of comm-hooks by name; None if the name is unknown."""
-    return _EXTRAS.get(name.lower()) or lookup(name)
+    return _ADAMW if name.lower() == _ADAMW.name.lower() else lookup(name)
 
 
 def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
@@ -257,7 +232,7 @@ def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
     name = _type(config)
     entry = _entry(name)
     if entry is None:
-        known = [*(e.type_name for e in OPTIMIZERS.values()), *(e.name for e in _EXTRAS.values())]
+        known = [*(entry.type_name for entry in OPTIMIZERS.values()), _ADAMW.name]
         if difflib.get_close_matches(name.lower(), map(str.lower, known), n=1, cutoff=0.7):
             from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
@@ -399,14 +374,4 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
         raise ValueError(
             f"compile.deepcompile: averages gradients inside the compiled graph, before {name} "
             "sees them: remove it"
-        )
-
-
-def _require_sketch(settings: ExchangeSettings | None) -> None:
-    """Raise ``ValueError`` unless the exchange of gradients uses a sketch (linear, unbiased)."""
-    compressor = settings and settings.compressor
-    if not (compressor and compressor.linear and compressor.unbiased):
-        raise ValueError(
-            f"{BLOCK}.compressor: SAFL needs a sketch (count_sketch, srht, gaussian_sketch), got "
-            f"{compressor}: use that with AMSGrad"
         )

@@ -4,8 +4,7 @@ PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumP
 10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
 same words as NumPy.
 
-It need not reach 60 % of a copy: an element is read and written once, but costs half of ten
-rounds of 128-bit products, a logarithm, a sine and a cosine in float64.
+It does not reach 60 % of a copy: float64 arithmetic takes longer than the memory.
 """
 
 import struct

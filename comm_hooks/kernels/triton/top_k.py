@@ -11,12 +11,8 @@
 Coding the k values is separate: blocks share scales (comm_hooks/wire/values.py), so the payload,
 and with it the residual, depends on all blocks.
 
-It reaches 60 % of a copy: x and e are read and v is written once, in transactions of 128
-bytes, and the k entries are 1/64 of that.  By the compiled code an element takes some 70
-instructions and 3 to 5 for each round, about 110, where an H100 has 190 in the time that 12 bytes
-take at 60 %.  A round ends with a sum over all threads of a block, which wait for it; meanwhile
-other blocks of the same multiprocessor go on, three of which fit its registers.  Without a residual
-the search is the same for a third of the bytes, and 60 % are out of reach.
+With a residual it reaches 60 % of a copy: x and e are read and v is written once.  Without one the
+search is the same for a third of the bytes, and 60 % are out of reach.
 """
 
 import torch

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_per_mechanism
+from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.accounting.renyi import renyi_divergences
+from comm_hooks.requirements import is_number
 
 DELTA_FLOOR = 1e-12
 """The smallest delta for which epsilon is claimed.
@@ -52,7 +53,7 @@ class Accountant(ABC):
             ValueError: for a history without events and a delta out of range.
         """
         require_delta(delta)
-        steps = steps_per_mechanism(events)
+        steps = steps_by(lambda event: event.mechanism, events)
         if not steps:
             raise ValueError("epsilon: no step has been taken: nothing was released")
         return self._epsilon(steps, float(delta))
@@ -112,13 +113,8 @@ class RDPAccountant(Accountant):
 
 def require_delta(delta: float, name: str = "delta") -> None:
     """Raise ``ValueError`` for a delta that is not between :data:`DELTA_FLOOR` and 1."""
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
+    if not is_number(delta) or not DELTA_FLOOR <= delta < 1:
         raise ValueError(
-            f"{name} must be between 0 and 1, and below one over the number of samples, "
-            f"got {delta!r}"
-        )
-    if delta < DELTA_FLOOR:
-        raise ValueError(
-            f"{name} must be at least {DELTA_FLOOR:g}, got {delta!r}: noise ends at 12 standard "
-            "deviations, so a smaller delta cannot be guaranteed"
+            f"{name} must be at least {DELTA_FLOOR:g} (noise ends at 12 standard deviations) and "
+            f"below one over the number of samples, got {delta!r}"
         )

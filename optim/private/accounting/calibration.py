@@ -73,7 +73,7 @@ def noise_multiplier_for(
     require_within("noise_multiplier_for", "target_epsilon", target_epsilon, "(0, inf)")
     require_delta(target_delta, "target_delta")
     require_within("noise_multiplier_for", "tolerance", tolerance, "(0, 1)")
-    _require_some_sampled(sample_rate, "any noise will do")
+    require_within("noise_multiplier_for", "sample_rate", sample_rate, "(0, 1]")
     by = build_accountant(accountant)
     history = list(spent)
 
@@ -145,7 +145,7 @@ def max_steps(
     require_within("max_steps", "target_epsilon", target_epsilon, "(0, inf)")
     require_delta(target_delta, "target_delta")
     step = GaussianEvent(noise_multiplier, sample_rate)
-    _require_some_sampled(sample_rate, "the budget lasts for ever")
+    require_within("max_steps", "sample_rate", sample_rate, "(0, 1]")
     by = build_accountant(accountant)
     history = list(spent)
 
@@ -168,8 +168,3 @@ def max_steps(
         else:
             high = middle
     return low
-
-
-def _require_some_sampled(sample_rate: float, otherwise: str) -> None:
-    if sample_rate == 0:
-        raise ValueError(f"sample_rate must be above 0: without sampled units {otherwise}")

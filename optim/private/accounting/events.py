@@ -1,11 +1,21 @@
 """Releases as events: steps of the Poisson-sampled Gaussian mechanism, and their history."""
 
-import math
-import operator
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.requirements import require_positive, require_within
+
+_Kind = TypeVar("_Kind", bound=Hashable)
+_KNOWN = ("noise_multiplier", "sample_rate")
+_INTERVALS = {
+    "noise_multiplier": "(0, inf)",
+    "sample_rate": "[0, 1]",
+    "checkpoint_multiplier": "[0, 1]",
+    "rank_multiplier": "[0, 1]",
+}
 
 
 @dataclass(frozen=True)
@@ -47,27 +57,12 @@ class GaussianEvent:
     rank_multiplier: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # Plain numbers, so that equal events are equal and go into JSON.
-        set_field = object.__setattr__
-        set_field(self, "noise_multiplier", _number("noise_multiplier", self.noise_multiplier))
-        set_field(self, "sample_rate", _number("sample_rate", self.sample_rate))
-        if not 0 < self.noise_multiplier < math.inf:
-            raise ValueError(
-                f"noise_multiplier must be positive and finite, got {self.noise_multiplier!r}"
-            )
-        if not 0 <= self.sample_rate <= 1:
-            raise ValueError(f"sample_rate must be from 0 to 1, got {self.sample_rate!r}")
-        try:
-            set_field(self, "steps", operator.index(self.steps))
-        except TypeError:
-            raise ValueError(f"steps must be a whole number, got {self.steps!r}") from None
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        for name in ("checkpoint_multiplier", "rank_multiplier"):
-            if (value := getattr(self, name)) is not None:
-                set_field(self, name, _number(name, value))
-                if not 0 <= getattr(self, name) <= 1:
-                    raise ValueError(f"{name} must be from 0 to 1, got {value!r}")
+        require_positive(self, "steps", self.steps)
+        for name, interval in _INTERVALS.items():
+            if (value := getattr(self, name)) is not None or name in _KNOWN:
+                require_within(self, name, value, interval)
+                # Plain numbers, so that equal events are equal and go into JSON.
+                object.__setattr__(self, name, float(value))
 
     @property
     def mechanism(self) -> tuple[float, float]:
@@ -98,19 +93,13 @@ def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
     return history
 
 
-def steps_per_mechanism(events: Iterable[GaussianEvent]) -> dict[tuple[float, float], int]:
-    """Return the number of steps of each (noise multiplier, sample rate): an accountant's input."""
-    steps: dict[tuple[float, float], int] = {}
+def steps_by(
+    kind: Callable[[GaussianEvent], _Kind], events: Iterable[GaussianEvent]
+) -> Counter[_Kind]:
+    """Return the number of steps of each kind: each value of ``kind(event)``."""
+    steps: Counter[_Kind] = Counter()
     for event in events:
-        steps[event.mechanism] = steps.get(event.mechanism, 0) + event.steps
-    return steps
-
-
-def steps_of_each(events: Iterable[GaussianEvent]) -> dict[GaussianEvent, int]:
-    """Return the number of steps of each kind; the keys are events with ``steps=1``."""
-    steps: dict[GaussianEvent, int] = {}
-    for event in events:
-        steps[event.one] = steps.get(event.one, 0) + event.steps
+        steps[kind(event)] += event.steps
     return steps
 
 
@@ -145,13 +134,3 @@ _OBSERVERS = {
     "checkpoint": ("saved states", "to publish release_state_dict() and nothing else"),
     "rank": ("messages", "placement 'local' (or 'shares', with less noise per rank)"),
 }
-
-
-def _number(name: str, value: object) -> float:
-    # float() would take text, too.
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:  # whole numbers have no bound
-        return math.inf

@@ -4,28 +4,26 @@ import fcntl
 import hashlib
 import itertools
 import json
-import operator
 import os
 import re
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_of_each
+from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
-_FORMAT = 2
+_FORMAT = 3
 _HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
 # The fields of a line that describes the steps after it.
 _KEYS = [field.name for field in fields(GaussianEvent) if field.name != "steps"]
 _STEP = b'"step ', b'"'
-# In one line, to bound the number of steps of a torn one.
-_MOST_STEPS = 1000
 # The text before the seal, the seal, and the text after it.
-_LINE = re.compile(rb'(.*)([0-9a-f]{16})("[\]}]?)', re.DOTALL)
+_LINE = re.compile(rb'(.*)([0-9a-f]{16})("}?)', re.DOTALL)
 
 
 class Ledger:
@@ -35,18 +33,18 @@ class Ledger:
     checkpoint would count it once.  So the ledger is kept apart, and nothing in it is ever changed
     or removed.  It is written in JSON lines:
 
-    1. a header, ``{"ledger": 2, "run": "..."}``;
+    1. a header, ``{"ledger": 3, "run": "..."}``;
     2. ``{"noise_multiplier": ..., "sample_rate": ...}``: the fields of a
        :class:`~comm_hooks.optim.private.accounting.GaussianEvent`, for the steps after this line;
-    3. ``"step ..."``: one such step; or ``[12, "..."]``: that many, at most 1000.
+    3. ``"step ..."``: one such step.
 
     In place of the dots, and under ``"seal"`` in the others, is a digest of the line and of the
     seal before it: opening the file detects a line that was edited, torn or removed.  It does not
     detect whole lines missing at the end; :meth:`reconcile` adds those that a checkpoint counts.
 
     A line is on the disk (fsync) before :meth:`record` returns, and the caller releases afterwards.
-    A last line that a crash tore counts as a step, or as all steps that it can have had, although
-    nothing was released: the count may be too large, never too small.
+    A last line that a crash tore counts as a step, although nothing was released: the count may be
+    too large, never too small.
 
     One process at a time may have a ledger open, usually rank 0; the file is locked until
     :meth:`close` or the end of the process.  A file that was deleted, replaced or cut meanwhile is
@@ -81,7 +79,7 @@ class Ledger:
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
         self._history: list[GaussianEvent] = []
         # Steps of each kind by this process.
-        self._recorded: dict[GaussianEvent, int] = {}
+        self._recorded: Counter[GaussianEvent] = Counter()
         # The kind of the steps at the end of the file.
         self._kind: GaussianEvent | None = None
         self._seal = b""
@@ -108,7 +106,7 @@ class Ledger:
             ValueError: if the ledger has been closed.
         """
         self._record(event)
-        self._recorded[event.one] = self._recorded.get(event.one, 0) + event.steps
+        self._recorded[event.one] += event.steps
 
     def _record(self, event: GaussianEvent) -> None:
         if self.path is not None:
@@ -116,13 +114,8 @@ class Ledger:
             lines = b""
             if event.one != self._kind:
                 lines = self._sealed(*_object({key: getattr(event, key) for key in _KEYS}))
-            if event.steps == 1:
-                lines += self._sealed(*_STEP)
-            else:
-                whole, rest = divmod(event.steps, _MOST_STEPS)
-                for steps in [_MOST_STEPS] * whole + [rest] * bool(rest):
-                    lines += self._sealed(*_several(steps))
-            self._append(lines)
+            steps = [self._sealed(*_STEP) for _ in range(event.steps)]
+            self._append(lines + b"".join(steps))
             self._kind = event.one
         self._history[-1:] = merged([*self._history[-1:], event])
 
@@ -145,15 +138,15 @@ class Ledger:
         Args:
             checkpoint_events: the history in the checkpoint.
         """
-        saved = steps_of_each(checkpoint_events)
-        ours = steps_of_each(self._history)
+        saved = steps_by(lambda event: event.one, checkpoint_events)
+        ours = steps_by(lambda event: event.one, self._history)
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
         missing = [
-            replace(kind, steps=steps - ours.get(kind, 0) + self._recorded.get(kind, 0))
+            replace(kind, steps=steps - ours[kind] + self._recorded[kind])
             for kind, steps in saved.items()
-            if steps > ours.get(kind, 0)
+            if steps > ours[kind]
         ]
-        after = sum(max(0, steps - saved.get(kind, 0)) for kind, steps in ours.items())
+        after = sum(max(0, steps - saved[kind]) for kind, steps in ours.items())
         # Before the warnings, which may be errors.
         for event in missing:
             self._record(event)
@@ -226,7 +219,7 @@ class Ledger:
         if self._kind is None:
             warnings.warn(f"{message}, before the first step: nothing was released", stacklevel=3)
             return
-        self._record(replace(self._kind, steps=_most_steps_in(torn)))
+        self._record(self._kind)
         warnings.warn(f"{message}: it counts as released, which it was not", stacklevel=3)
 
     def _read_header(self, line: bytes) -> None:
@@ -242,7 +235,7 @@ class Ledger:
             )
 
     def _read_steps(self, lines: Sequence[bytes]) -> None:
-        steps_of_lines: list[tuple[GaussianEvent | None, int]] = []
+        steps: list[GaussianEvent | None] = []
         for number, line in enumerate(lines, start=1):
             found = _LINE.fullmatch(line)
             if not found or self._sealed(found[1], found[3]) != line + b"\n":
@@ -252,16 +245,14 @@ class Ledger:
                     "missing steps were released"
                 )
             if found[1] == _STEP[0]:
-                steps_of_lines.append((self._kind, 1))
-            elif line.startswith(b"["):
-                steps_of_lines.append((self._kind, json.loads(line)[0]))
+                steps.append(self._kind)
             elif number > 1:
                 content = json.loads(line)
                 self._kind = GaussianEvent(**{key: content[key] for key in _KEYS})
         # A million events would take long to make: equal neighbours are added up first.
-        for kind, group in itertools.groupby(steps_of_lines, key=operator.itemgetter(0)):
+        for kind, group in itertools.groupby(steps):
             assert kind is not None, "sealed, and thus written by record()"
-            self._history.append(replace(kind, steps=sum(steps for _, steps in group)))
+            self._history.append(replace(kind, steps=len([*group])))
 
     def _sealed(self, before: bytes, after: bytes) -> bytes:
         """Return the next line of the file: the seal between ``before`` and ``after``."""
@@ -311,19 +302,6 @@ def _is_torn_header(content: bytes) -> bool:
 def _object(content: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """Return the text before and after the seal in a JSON line with ``content``."""
     return json.dumps(content)[:-1].encode() + b', "seal": "', b'"}'
-
-
-def _several(steps: int) -> tuple[bytes, bytes]:
-    """Return the text before and after the seal in a line that counts several steps."""
-    return f'[{steps}, "'.encode(), b'"]'
-
-
-def _most_steps_in(torn: bytes) -> int:
-    """Return the largest number of steps that an incomplete last line can have counted."""
-    if not torn.startswith(b"["):
-        return 1
-    number = re.match(rb"\[(\d{1,4}),", torn)
-    return int(number[1]) if number else _MOST_STEPS
 
 
 def _sync_folder(path: str | bytes) -> None:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from comm_hooks.optim.private.accounting.accountant import Accountant, RDPAccountant
+from comm_hooks.requirements import require_within
 
 # A tighter bound is of no use up there, and the grid of losses would not fit into memory.
 _RDP_ABOVE = 100.0
@@ -37,8 +38,7 @@ class PLDAccountant(Accountant):
     """
 
     def __init__(self, *, interval: float = 1e-4) -> None:
-        if not 0 < interval < 1:
-            raise ValueError(f"PLDAccountant: interval must be between 0 and 1, got {interval!r}")
+        require_within(self, "interval", interval, "(0, 1)")
         _library()
         self.interval = interval
         self._rdp = RDPAccountant()
@@ -47,13 +47,12 @@ class PLDAccountant(Accountant):
         bound = self._rdp._epsilon(steps, delta)
         if bound > _RDP_ABOVE or bound == 0:
             return bound
-        total = None
-        for (noise_multiplier, sample_rate), count in steps.items():
-            if sample_rate == 0:
-                continue
-            losses = _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
-            total = losses if total is None else total.compose(losses)
-        assert total is not None, "with nobody sampled the RDP bound is 0"
+        losses = [
+            _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
+            for (noise_multiplier, sample_rate), count in steps.items()
+            if sample_rate
+        ]
+        total = functools.reduce(lambda one, other: one.compose(other), losses)
         return min(bound, float(total.get_epsilon_for_delta(delta)))
 
     def __repr__(self) -> str:

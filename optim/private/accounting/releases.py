@@ -1,9 +1,10 @@
 """Counts of the releases on which a saved state depends, to compare with the ledger."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent
+from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import in_one_line
 
@@ -38,14 +39,13 @@ class Releases:
     """
 
     def __init__(self, only: str | None = None) -> None:
-        self.steps: dict[_Kind, int] = {}
+        self.steps: Counter[_Kind] = Counter()
         self._only = only
         self._must_be_counted = False
 
     def add(self, placement: str, noise_multiplier: float) -> None:
         """Count one more release with this placement and noise multiplier."""
-        kind = placement, float(noise_multiplier)
-        self.steps[kind] = self.steps.get(kind, 0) + 1
+        self.steps[placement, float(noise_multiplier)] += 1
 
     def saved(self) -> dict[str, Any]:
         """Return the counts as plain values, to save with the state."""
@@ -78,7 +78,7 @@ class Releases:
     def adopt(self, found: object) -> None:
         """Continue from the counts of a loaded state, which :meth:`check` has accepted."""
         for kind, steps in _steps_in(found).items():
-            self.steps[kind] = max(steps, self.steps.get(kind, 0))
+            self.steps[kind] = max(steps, self.steps[kind])
         self._must_be_counted = True
 
     def require_counted(self, history: Callable[[], Iterable[GaussianEvent]]) -> None:
@@ -89,17 +89,14 @@ class Releases:
         """
         if not self._must_be_counted:
             return
-        counted: dict[_Kind, int] = {}
-        for event in history():
-            kind = event.placement or "", event.noise_multiplier
-            counted[kind] = counted.get(kind, 0) + event.steps
-        for kind, steps in self.steps.items():
-            if steps > counted.get(kind, 0):
-                placement, noise_multiplier = kind
+        counted = steps_by(lambda e: (e.placement or "", e.noise_multiplier), history())
+        for (placement, noise_multiplier), steps in self.steps.items():
+            found = counted[placement, noise_multiplier]
+            if steps > found:
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
                     f"{noise_multiplier:g} and placement {placement!r} have made, and the ledger "
-                    f"has {counted.get(kind, 0)} of them: epsilon would be too small. Give "
+                    f"has {found} of them: epsilon would be too small. Give "
                     "PrivacyEngine the ledger of that run, or load the engine's state_dict() of it"
                 )
         self._must_be_counted = False

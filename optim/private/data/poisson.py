@@ -1,6 +1,6 @@
 """Poisson sampling: every sample is in every batch with the same probability, independently."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from comm_hooks.optim.private.data.tickets import Tickets
@@ -29,6 +30,11 @@ from comm_hooks.requirements import (
 )
 
 Collate = Callable[[list[Any]], Any]
+
+_KEPT = [
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+]
 
 
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
@@ -113,7 +119,8 @@ class PoissonLoader(DataLoader[Any]):
         rank: the number of this process, below ``world_size``.
         world_size: the number of ranks that share the dataset.
         secret: see :class:`PoissonSampler`.
-        **options: other options of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+        **options: other options of ``torch.utils.data.DataLoader``, such as ``num_workers``; none
+            that determines the batches.
 
     Attributes:
         tickets: one for every drawn batch, for :class:`~comm_hooks.optim.private.DPOptimizer`.
@@ -147,12 +154,6 @@ class PoissonLoader(DataLoader[Any]):
         secret: Secret | None = None,
         **options: Any,
     ) -> None:
-        for option in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
-            if option in options:
-                raise ValueError(
-                    f"PoissonLoader: {option} cannot be set: sample_rate and steps determine the "
-                    "batches"
-                )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"{type(dataset).__name__} has no samples that could be drawn by their number: "
@@ -162,7 +163,12 @@ class PoissonLoader(DataLoader[Any]):
         require_choice(self, "rank", rank, range(world_size))
         if collate_fn is not None:
             require_callable(self, "collate_fn", collate_fn)
-        shard = _Shard(dataset, rank, world_size)
+        if len(dataset) < world_size:
+            raise ValueError(
+                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
+                f"world_size can be at most {len(dataset)}"
+            )
+        shard = _Shard(dataset, range(rank, len(dataset), world_size))
         collate = collate_fn or torch.utils.data.default_collate
         first = shard[0]
         nothing = _without_rows(collate([first]))
@@ -221,19 +227,13 @@ def private_loader(
     require_within("private_loader", "sample_rate", sample_rate, "(0, 1]")
     dataset = data_loader.dataset
     if not isinstance(dataset, IterableDataset):
-        batch_sampler = data_loader.batch_sampler
-        if batch_sampler is None:
-            raise ValueError(
-                "the data loader has batch_size=None, so that its batches are made by the dataset: "
-                "Poisson sampling needs a dataset of single samples"
-            )
-        sampler = data_loader.sampler
+        samplers = data_loader.batch_sampler, data_loader.sampler
         kinds = (SequentialSampler, RandomSampler, DistributedSampler)
-        if type(batch_sampler) is not BatchSampler or not isinstance(sampler, kinds):
-            chosen_by = sampler if type(batch_sampler) is BatchSampler else batch_sampler
+        if type(samplers[0]) is not BatchSampler or not isinstance(samplers[1], kinds):
             raise ValueError(
-                f"{type(chosen_by).__name__} chooses the samples, which Poisson sampling would "
-                "override: for a part of the dataset use torch.utils.data.Subset"
+                f"the data loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
+                "which Poisson sampling would override: make it with batch_size and shuffle alone; "
+                "for a part of the dataset use torch.utils.data.Subset"
             )
     return PoissonLoader(
         dataset,
@@ -243,42 +243,15 @@ def private_loader(
         rank=rank,
         world_size=world_size,
         secret=secret,
-        num_workers=data_loader.num_workers,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
+        **{name: getattr(data_loader, name) for name in _KEPT},
     )
 
 
-class _Shard(Dataset[Any]):
-    """A rank's share of a dataset: every ``world_size``-th sample from ``rank`` on."""
+class _Shard(Subset[Any]):
+    """A rank's share of a dataset, which need not accept an empty list of indices."""
 
-    def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        if len(dataset) < world_size:
-            raise ValueError(
-                f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
-                f"world_size can be at most {len(dataset)}"
-            )
-        self._dataset = dataset
-        self._indices = range(rank, len(dataset), world_size)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._indices[index]]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        # Datasets need not accept an empty list of indices.
-        if not indices:
-            return []
-        if hasattr(self._dataset, "__getitems__"):
-            return self._dataset.__getitems__([self._indices[i] for i in indices])
-        return [self[i] for i in indices]
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return super().__getitems__(indices) if indices else []
 
 
 class _CollateAlsoNothing:

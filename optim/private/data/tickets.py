@@ -16,11 +16,9 @@ class Ticket:
     """A record of a batch that a loader has drawn and that one step may use.
 
     Attributes:
-        loader: the tickets of the loader that drew the batch.
         rows: the number of samples in the batch.
     """
 
-    loader: "Tickets"
     rows: int
 
 
@@ -51,38 +49,21 @@ class Tickets:
     def issue(self, batch: Any) -> Ticket:
         """Add the batch that was just drawn, and return its ticket."""
         leaves = _tensors(batch)
-        ticket = Ticket(self, _rows(leaves))
+        ticket = Ticket(next((len(leaf) for leaf in leaves if leaf.dim()), 0))
         _mark(leaves, ticket)
         self._waiting.append(ticket)
         return ticket
 
-    def next(self, leaves: list[torch.Tensor], rows: int) -> Ticket:
-        """Return the next ticket, after a check that it belongs to a batch of these tensors.
-
-        Args:
-            leaves: the tensors of the batch; [] for an empty batch that was not passed on.
-            rows: the number of samples in the batch.
-
-        Raises:
-            PrivacyError: if the batch is not the next one.
-        """
+    def next(self, batch: Any, rows: int) -> Ticket:
+        """Return the next ticket; raise ``PrivacyError`` unless it is that of this batch."""
+        leaves = _tensors(batch)
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
-        if known and turn not in known:
-            if all(ticket.loader is not self for ticket in known):
-                raise PrivacyError(
-                    "the batch was drawn by the loader of another make_private(): iterate over the "
-                    "loader that came with this optimizer"
-                )
-            if all(ticket not in self._waiting for ticket in known):
-                raise PrivacyError(
-                    "the batch was used or discarded before, or a later iteration has begun: draw "
-                    "the next one from the loader. A batch is good for one step"
-                )
-        if turn is None:
+        if turn is None or (known and all(ticket not in self._waiting for ticket in known)):
             raise PrivacyError(
-                "no drawn batch is left: take every batch from the loader that make_private() "
-                "returned with this optimizer, and each for one step"
+                "no drawn batch is left, or this one was used or discarded before or comes from "
+                "another loader: take every batch from the loader that make_private() returned "
+                "with this optimizer, and each for one step"
             )
         if (known and turn not in known) or rows != turn.rows:
             raise PrivacyError(
@@ -90,6 +71,7 @@ class Tickets:
                 f"{rows} or is another one: use every drawn batch, whole and in order. An empty "
                 "one is a step, too; begin a new iteration to leave out the rest of this one"
             )
+        _mark(leaves, turn)
         return turn
 
     def spend(self, ticket: Ticket) -> None:
@@ -136,9 +118,7 @@ class StepBatch:
                 "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
                 "the loss function; for a batch too large for memory, set micro_batch_size"
             )
-        leaves = _tensors(batch)
-        self._ticket = self._tickets.next(leaves, rows)
-        _mark(leaves, self._ticket)
+        self._ticket = self._tickets.next(batch, rows)
 
     def discard(self) -> None:
         """Give up the batch without a release, so that no step can use it."""
@@ -175,10 +155,6 @@ class StepBatch:
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _rows(leaves: list[torch.Tensor]) -> int:
-    return next((len(leaf) for leaf in leaves if leaf.dim()), 0)
 
 
 def _mark(leaves: list[torch.Tensor], ticket: Ticket) -> None:

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -212,8 +211,7 @@ class IndependenceProbe:
         return math.isfinite(distance) and distance > tolerance * _norm(before.gradient)
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """The losses of some samples of a batch, and the gradient of their sum with random weights."""
 
     losses: Sequence[torch.Tensor]

@@ -59,7 +59,13 @@ def check_model(model: nn.Module) -> None:
     for is_refused, problem, instead in _REFUSED:
         if found := [name or "the model" for name, m in model.named_modules() if is_refused(m)]:
             raise PrivacyError(f"{problem}: {', '.join(found)}. {instead}")
-    _refuse_hooks(model)
+    for hook in [hook for module in model.modules() for hook in hooks_of(module)]:
+        if hook is not skip_hook:
+            raise PrivacyError(
+                f"the communication hook {getattr(hook, '__name__', hook)} would see the raw "
+                "gradient, neither clipped nor noised: give the engine an exchange instead, and "
+                "register no hook or comm_hooks.skip_hook"
+            )
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
@@ -217,15 +223,3 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "Leave max_norm out",
     ),
 )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        for hook in hooks_of(module):
-            if hook is not skip_hook:
-                name = getattr(hook, "__name__", hook)
-                raise PrivacyError(
-                    f"the communication hook {name} would see the raw gradient, neither clipped "
-                    "nor noised: give the engine an exchange instead, and register no hook or "
-                    "comm_hooks.skip_hook"
-                )

@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -104,19 +103,22 @@ class OpacusGradients(BatchClipper):
         must_compare = self._probe.look(batch) and not self._is_compared
         try:
             with torch.enable_grad():
-                with self._hooked():
-                    losses = sample_losses(self._model, self._loss_function, batch, size)
-                    if not losses.requires_grad:
-                        require_used(self._names, [None] * len(self._names))
-                    torch.autograd.grad(
-                        losses.sum(), self.parameters, retain_graph=must_compare, allow_unused=True
-                    )
+                self._forget()
+                self._hooks.enable_hooks()
+                losses = sample_losses(self._model, self._loss_function, batch, size)
+                if not losses.requires_grad:
+                    require_used(self._names, [None] * len(self._names))
+                torch.autograd.grad(
+                    losses.sum(), self.parameters, retain_graph=must_compare, allow_unused=True
+                )
+                self._hooks.disable_hooks()
                 gradients = [cast(Any, p).grad_sample for p in self.parameters]
                 self._require_rows(gradients, size)
                 if must_compare:
                     self._compare(losses, gradients)
                 self._add_samples(gradients)
         finally:
+            self._hooks.disable_hooks()
             self._forget()
         return losses.detach()
 
@@ -159,15 +161,6 @@ class OpacusGradients(BatchClipper):
                 f"their gradients cannot be matched: {listed}. The first dimension must be the "
                 "sample in every layer"
             )
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        self._forget()
-        self._hooks.enable_hooks()
-        try:
-            yield
-        finally:
-            self._hooks.disable_hooks()
 
     def _forget(self) -> None:
         """Remove Opacus's per-batch state from layers and parameters, also after a failed pass."""

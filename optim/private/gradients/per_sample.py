@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +92,9 @@ class PerSampleGradients(BatchClipper):
         if not self._checked or self._carry:
             self._look_at(batch, size)
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
-        with self._attention():
+        # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
+        on_cpu = self.parameters[0].device.type == "cpu"
+        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
             gradients, losses = self._differentiate(values, self._buffers(), batch)
         self._add_samples([gradients[name] for name in self._names])
         return losses.detach()
@@ -109,11 +111,6 @@ class PerSampleGradients(BatchClipper):
             self._checked = True
         elif self._carry and self._carry.check(first):
             self._carry = None
-
-    def _attention(self) -> AbstractContextManager[None]:
-        # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
-        on_cpu = self.parameters[0].device.type == "cpu"
-        return sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext()
 
     def _sample_loss(
         self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any

@@ -100,6 +100,11 @@ class Scheme:
         return self.compressor.linear and self.exempt.linear and not self.compressor.per_rank
 
     @property
+    def is_dense(self) -> bool:
+        """Whether nothing is compressed, so that the noise has one variance in all coordinates."""
+        return self.compressor == Identity() and self.exempt == Identity()
+
+    @property
     def rounds_feedback(self) -> bool:
         """Whether residuals are rounded, and so no linear function of the vectors."""
         return self.feedback != "none" and not self.feedback_linear
@@ -223,36 +228,26 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             "drawn, which no accountant of sampled steps covers",
             "error feedback of noised gradients: placement 'central', 'shares' or 'local'",
         )
-    dense = scheme.compressor == Identity() and scheme.exempt == Identity()
-    remembers = scheme.feedback != "none"
+    variance = 1.0 if scheme.is_dense else None
     if scheme.place == "central":
-        return Verdict(2, 1.0, 0.0, 1.0, 1.0 if dense else None)
+        return Verdict(2, 1.0, 0.0, 1.0, variance)
     if scheme.place == "local":
-        return Verdict(6, 1.0, 1.0, 1.0, float(ranks) if dense else None)
-    if scheme.place == "shares":
+        return Verdict(6, 1.0, 1.0, 1.0, variance and float(ranks))
+    if scheme.place in ("shares", "rank_0"):
+        shared = scheme.place == "shares"
         if not scheme.is_linear or scheme.rounds_feedback:
+            noise = f"shares of noise on {ranks} ranks" if shared else "noise on rank 0 alone"
+            left = f"sigma / sqrt({ranks})" if shared else "no noise, except on rank 0"
             _refuse(
-                5,
-                f"shares of noise on {ranks} ranks and then {name}, which is not one linear map "
-                "for all (or has rounded error feedback), leave each message with "
-                f"sigma / sqrt({ranks}), and nothing more",
+                5 if shared else 3,
+                f"{noise} and then {name}, which is not one linear map for all ranks (or has "
+                f"rounded error feedback), leave each message with {left}",
                 "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
                 "count_sketch) with exempt_bits=32, and ErrorFeedback(bits=32)",
             )
-        share = 1 / math.sqrt(ranks)
-        saved = share if remembers else 1.0
-        return Verdict(4, 1.0, share, share, 1.0 if dense else None, saved)
-    if scheme.place == "rank_0":
-        if not scheme.is_linear or scheme.rounds_feedback:
-            _refuse(
-                3,
-                f"noise on rank 0 alone and then {name} on every rank, not one linear map for all "
-                f"(or with rounded error feedback): messages of the other {ranks - 1} carry no "
-                "noise",
-                "placement 'local', or 'central'",
-            )
-        saved = 0.0 if remembers else 1.0
-        return Verdict(4, 1.0, 0.0, 1.0, 1.0 if dense else None, saved)
+        share = 1 / math.sqrt(ranks) if shared else 0.0
+        saved = 1.0 if scheme.feedback == "none" else share
+        return Verdict(4, 1.0, share, share or 1.0, variance, saved)
     if not scheme.is_linear:
         _refuse(
             8,
@@ -269,12 +264,10 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             "a compressor with one (random_k, srht, count_sketch), or placement 'shares'",
         )
     rule = 7 if bound <= 1 else 9
-    return Verdict(rule, 1.0, 0.0, bound, 1.0 if dense else None)
+    return Verdict(rule, 1.0, 0.0, bound, variance)
 
 
 def _judge_client(scheme: Scheme) -> Verdict:
-    name = type(scheme.compressor).__name__
-    dense = scheme.compressor == Identity() and scheme.exempt == Identity()
     if scheme.place != "aggregate":
         _refuse(
             11,
@@ -285,12 +278,13 @@ def _judge_client(scheme: Scheme) -> Verdict:
     if scheme.clipping != "message" and _norm_bound(scheme) > 1:
         _refuse(
             12,
-            f"a delta is clipped before {name}, which may make it longer",
+            f"a delta is clipped before {scheme.compressor}, which may make it longer",
             "clip again on arrival: clipping='message'",
         )
-    rule = 13 if scheme.is_linear and not dense else 11
+    rule = 13 if scheme.is_linear and not scheme.is_dense else 11
+    variance = 1.0 if scheme.is_dense else None
     # Ranks save clients' residuals, and the number of clients that were drawn.
-    return Verdict(rule, 1.0, 0.0, 1.0, 1.0 if dense else None, checkpoint_multiplier=0.0)
+    return Verdict(rule, 1.0, 0.0, 1.0, variance, checkpoint_multiplier=0.0)
 
 
 def _norm_bound(scheme: Scheme) -> float:

@@ -75,9 +75,6 @@ class Secret(Unrepeatable):
         digest = hashlib.blake2b(label.encode(), key=self._key, digest_size=32).digest()
         return int.from_bytes(digest[:16], "little"), int.from_bytes(digest[16:], "little")
 
-    def _forget(self) -> None:
-        self._key = b""
-
 
 class Stream:
     """Random numbers for one purpose, rank and step, in independent pieces, one per generator."""
@@ -116,7 +113,7 @@ _secrets: weakref.WeakSet[Secret] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for secret in _secrets:
-        secret._forget()
+        secret._key = b""
 
 
 if hasattr(os, "register_at_fork"):  # where there is no fork there is nothing to forget

@@ -27,7 +27,7 @@ from comm_hooks.optim.moments import (
     zeros,
 )
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
-from comm_hooks.requirements import require_callable
+from comm_hooks.requirements import require_callable, require_choice, require_within
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
 
@@ -116,7 +116,7 @@ class Preconditioner:
         accumulator: Accumulator = "rmsprop",
     ) -> None:
         name = type(owner).__name__
-        require_accumulator(owner, accumulator, get_args(Accumulator))
+        require_choice(owner, "preconditioner", accumulator, get_args(Accumulator))
         if (public_gradients is None) == (side_information is None):
             raise ValueError(f"{name}: pass either public_gradients or side_information")
         if public_gradients is not None:
@@ -270,7 +270,9 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
     def _check_group(self, settings: Group) -> None:
         known = {key: settings[key] for key in _HYPERPARAMETERS if key in settings}
         check_hyperparameters(self, beta_count=self._beta_count, **known)
-        check_positive(self, **{key: settings[key] for key in self._positive if key in settings})
+        for key in self._positive:
+            if key in settings:
+                require_within(self, key, settings[key], "(0, inf)")
 
     def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
         super()._check_step(gradients)
@@ -292,20 +294,6 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         counts = [self._steps(p) for p in parameters]
         torch._foreach_add_(counts, 1)
         return [int(count) for count in counts]
-
-
-def check_positive(owner: object, **values: Any) -> None:
-    """Raise ``ValueError`` for hyperparameters that are not positive and finite."""
-    check_hyperparameters(owner, **values)
-    for name, value in values.items():
-        if not value:
-            raise ValueError(f"{type(owner).__name__}: {name} must be positive, got {value!r}")
-
-
-def require_accumulator(owner: object, name: object, known: Sequence[str]) -> None:
-    """Raise ``ValueError`` for a preconditioner's name that is not in ``known``."""
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{type(owner).__name__}: {unknown('preconditioner', name, known)}")
 
 
 def require_public_gradients(owner: object, public_gradients: object) -> None:

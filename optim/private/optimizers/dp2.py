@@ -8,14 +8,8 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.moments import average_squares_, roots
-from comm_hooks.optim.private.optimizers.descent import (
-    Descent,
-    Factors,
-    buffers,
-    check_positive,
-    require_accumulator,
-)
-from comm_hooks.requirements import require_positive
+from comm_hooks.optim.private.optimizers.descent import Descent, Factors, buffers
+from comm_hooks.requirements import require_choice, require_positive, require_within
 
 
 class DP2(Descent):
@@ -101,8 +95,9 @@ class DP2(Descent):
     ) -> None:
         require_positive(self, "sgd_steps", sgd_steps)
         require_positive(self, "preconditioned_steps", preconditioned_steps)
-        check_positive(self, lr_ratio=lr_ratio, clip_ratio=clip_ratio)
-        require_accumulator(self, preconditioner, ("rmsprop", "adagrad"))
+        require_within(self, "lr_ratio", lr_ratio, "(0, inf)")
+        require_within(self, "clip_ratio", clip_ratio, "(0, inf)")
+        require_choice(self, "preconditioner", preconditioner, ("rmsprop", "adagrad"))
         self.lr_ratio = lr_ratio
         self.clip_ratio = clip_ratio
         self.sgd_steps = sgd_steps

@@ -107,22 +107,17 @@ class DPAdamBC(MomentsOptimizer):
     3. m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), phi_hat = phi / (1 - beta2^t);
     4. theta = (1 - lr weight_decay) theta - lr m_hat / sqrt(max(v_hat - phi_hat, gamma)).
 
-    phi_hat is Phi as long as Phi does not change; when it does (a schedule of the noise or of the
-    clipping norm, another number of ranks), phi_hat is the contribution of the noise to v_hat.  So
-    v_hat - phi_hat is unbiased for the second moment of the gradient without noise.  It is far from
-    exact in a single coordinate: the noise in v_hat has the relative standard deviation
-    sqrt(2 / n), n = (1 - beta2^t)^2 (1 + beta2) / ((1 - beta2) (1 - beta2^(2t))), 3 % after many
-    steps with beta2 = 0.999.  In coordinates with weaker gradients the floor gamma decides; see
-    :func:`suggested_gamma`.
+    phi_hat is the contribution of the noise to v_hat, also while Phi changes, so v_hat - phi_hat is
+    unbiased for the second moment of the gradient without noise.  In a single coordinate the noise
+    in v_hat has a relative standard deviation of 3 % after many steps with beta2 = 0.999.  In
+    coordinates with weaker gradients the floor gamma decides; see :func:`suggested_gamma`.
 
     The engine sets ``noise_variance`` before every step to the variance of the added noise; without
     an engine set it yourself.  With noise multiplier sigma, clipping norm C and one noise for all
-    ranks it is (sigma C / B)^2: 2.441e-8 for sigma = 0.4, C = 0.1 and B = 256.  B must be the
-    divisor of the gradient: the authors' code takes 256 where the gradient was divided by 255, and
-    the difference, 1.9e-10, is as large as their gamma.
+    ranks it is (sigma C / B)^2, B being the divisor of the gradient.
 
     Unlike the authors' code, no moments of gradients without noise are kept (a checkpoint of theirs
-    leaks them), and weight decay never enters the moments.
+    leaks them), weight decay never enters the moments, and B is exact (theirs is off by one).
 
     Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD", AAAI 2024,
     Algorithm 1 and equation 4.  A Phi that changes is ours.
@@ -137,11 +132,9 @@ class DPAdamBC(MomentsOptimizer):
 
     Raises:
         RuntimeError: in a step for which the variance of the noise is not known.
-        ValueError: in the first step for gradients that are mostly exact zeros.
 
     Not supported: gradients that went through top-k or another compressor that picks elements by
-    their size.  Its selection of pure noise is far from N(0, Phi) (the largest 1 % have the mean
-    square 8.45 Phi) and the other elements are zero, so no one number corrects v.  Also AMSGrad.
+    their size, since no one number corrects their v; AMSGrad.
 
     Example::
 
@@ -154,7 +147,6 @@ class DPAdamBC(MomentsOptimizer):
     """
 
     needs_noise_variance: ClassVar[bool] = True
-    _has_looked_for_zeros = False
 
     def __init__(
         self,
@@ -179,12 +171,7 @@ class DPAdamBC(MomentsOptimizer):
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)
         if settings["gamma"] is not None:
-            check_hyperparameters(self, gamma=settings["gamma"])
-            if settings["gamma"] == 0:
-                raise ValueError(
-                    "DPAdamBC: gamma must be positive, because v_hat - Phi may be zero: leave it "
-                    "out, or see suggested_gamma()"
-                )
+            require_within(self, "gamma", settings["gamma"], "(0, inf)")
 
     def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
         super()._check_step(gradients)
@@ -195,17 +182,6 @@ class DPAdamBC(MomentsOptimizer):
                 "optimizer.noise_variance to the variance in one coordinate of p.grad"
             )
         check_hyperparameters(self, noise_variance=self.noise_variance)
-        if gradients and self.noise_variance and not self._has_looked_for_zeros:
-            numel = sum(g.numel() for g in gradients)
-            zeros = numel - sum(int(torch.count_nonzero(g)) for g in gradients)
-            if 2 * zeros > numel:
-                raise ValueError(
-                    f"DPAdamBC: {zeros / numel:.0%} of the gradient's elements are exactly zero, "
-                    "which noised gradients never are: top-k and the like leave no variance that "
-                    "could be subtracted; exchange densely, or use DPMicroAdam"
-                )
-            # Counting takes time and waits for the device; a compressor is there from the start.
-            self._has_looked_for_zeros = True
 
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group
@@ -240,13 +216,11 @@ def suggested_gamma(
         xi = (1 - beta2) / (1 - beta2^t) max(nu sqrt(2 ln(2 / alpha)), 2 b ln(2 / alpha)),
         nu = 4 Phi sqrt((1 - beta2^(2t)) / (1 - beta2^2)),  b = 4 Phi.
 
-    With the defaults it is 0.243 Phi, four times the measured deviation (1.96 standard deviations
-    are 0.062 Phi), since the bound is not tight: half of nu would do in the paper's proof.  The
-    authors tuned gamma between 0.004 Phi and 0.84 Phi, depending on the task; so should you.
+    With the defaults it is 0.243 Phi, four times the measured deviation.  The authors tuned gamma
+    between 0.004 Phi and 0.84 Phi, depending on the task; so should you.
 
-    Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 4, Proposition 3 (proof in appendix C,
-    where products of gradient and noise are left out: it holds for gradients much smaller than the
-    noise, which need a floor).  Its two cases are the two arguments of max.
+    Source: Tang, Shpilevskiy & Lecuyer, "DP-AdamBC", section 4, Proposition 3, which holds for
+    gradients much smaller than the noise.  Its two cases are the two arguments of max.
 
     Args:
         noise_variance: Phi, the variance of the noise in one coordinate of the gradient.

@@ -43,9 +43,7 @@ class DPRPub(Descent):
     Example::
 
         >>> from comm_hooks.optim.private import DPRPub, PublicGradients
-        >>> public = PublicGradients(
-        ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
-        ... )
+        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
         >>> optimizer = DPRPub(model.named_parameters(), 0.01, public)
     """
 
@@ -95,9 +93,7 @@ class DPAdamPub(Descent):
     Example::
 
         >>> from comm_hooks.optim.private import DPAdamPub, PublicGradients
-        >>> public = PublicGradients(
-        ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
-        ... )
+        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
         >>> optimizer = DPAdamPub(model.named_parameters(), 0.001, public)
     """
 
@@ -158,9 +154,7 @@ class PDADPMD(Descent):
     Example::
 
         >>> from comm_hooks.optim.private import PDADPMD, PublicGradients
-        >>> public = PublicGradients(
-        ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
-        ... )
+        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
         >>> optimizer = PDADPMD(model.named_parameters(), 0.1, public, total_steps=500)
     """
 

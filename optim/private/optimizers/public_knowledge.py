@@ -147,9 +147,7 @@ class PublicGradients:
     Example::
 
         >>> from comm_hooks.optim.private import PublicGradients
-        >>> gradients = PublicGradients(
-        ...     model, lambda model, batch: model(batch).square().mean(), [torch.ones(4, 8)]
-        ... )
+        >>> gradients = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
         >>> {name: tuple(gradient.shape) for name, gradient in gradients().items()}
         {'weight': (8, 8), 'bias': (8,)}
     """

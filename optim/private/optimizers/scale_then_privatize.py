@@ -1,8 +1,5 @@
 """Scale-then-privatize: Adam that scales gradients before they are clipped and noised."""
 
-import math
-import warnings
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -31,11 +28,10 @@ class ScaleThenPrivatize(Descent):
     and leave h in ``p.grad``.  The guarantee is that of DP-SGD with the same C, sigma and sampling.
 
     C belongs to the scaled space, in which gradients of d coordinates have norms of the order of
-    sqrt(d), and a coordinate is multiplied by 1 / ``scale_eps`` at most.  Tune both together: where
-    C is small, clipping shrinks g and so v, and s grows, until all coordinates are scaled by
-    1 / ``scale_eps`` and this is DP-Adam with the clipping norm C ``scale_eps``.  And sigma C / B
-    must stay below 1: the noise of g is sigma C / B times (sqrt(v_hat) + ``scale_eps``), so from 1
-    on the noise makes v grow without end.  A warning says so where :attr:`noise_variance` is known.
+    sqrt(d), and a coordinate is multiplied by 1 / ``scale_eps`` at most.  Tune both together: with
+    a small C this is DP-Adam with the clipping norm C ``scale_eps``.  And sigma C / B must stay
+    below 1: the noise of g is sigma C / B times (sqrt(v_hat) + ``scale_eps``), so from 1
+    on the noise makes v grow without end.
 
     Source: Ganesh, McMahan & Thakurta, "On Design Principles for Private Adaptive Optimizers",
     2025, Algorithm 8 (with bias-corrected v in step 1); the idea is AdaDPS's and DP^2's (Li et al.,
@@ -62,7 +58,6 @@ class ScaleThenPrivatize(Descent):
 
     _positive: ClassVar[tuple[str, ...]] = ("eps", "scale_eps")
     _scales_before_clipping: ClassVar[bool] = True
-    _has_warned = False
 
     def __init__(
         self,
@@ -80,18 +75,6 @@ class ScaleThenPrivatize(Descent):
 
     def _factors(self, parameters: Tensors, group: Group) -> Factors:
         return list(torch._foreach_reciprocal(self._unscales(parameters, group))), None
-
-    def _check_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        super()._check_step(gradients)
-        if not self._has_warned and (self.noise_variance or 0.0) >= 1:
-            self._has_warned = True
-            std = math.sqrt(self.noise_variance or 0.0)
-            warnings.warn(
-                f"ScaleThenPrivatize: the noise in p.grad has a standard deviation of {std:.3g}: "
-                "from 1 on the second moment grows without end; take a larger batch, or a smaller "
-                "max_grad_norm or noise_multiplier",
-                stacklevel=4,
-            )
 
     def _unscales(self, parameters: Tensors, group: Group) -> Tensors:
         """Return 1 / s = sqrt(v_hat) + scale_eps, with v_hat before the step."""

@@ -52,9 +52,9 @@ def test_shares_promise_less_against_ranks_and_central_nothing(tmp_path: Path) -
 
 
 def test_an_infinite_epsilon_is_not_valid(tmp_path: Path) -> None:
-    result = run(tmp_path, "--no-attack", noise_multiplier=1e-9, steps=10**20)
+    result = run(tmp_path, "--no-attack", noise_multiplier=1e-9, steps=10**18)
     assert result.exit_code == 1
-    assert "INVALID: no epsilon holds for 100000000000000000000 steps" in result.output
+    assert "INVALID: no epsilon holds for 1000000000000000000 steps" in result.output
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_the_rules_read_every_setting(tmp_path: Path, changes: dict[str, Any], r
         ({"noise_multipler": 1}, "did you mean 'noise_multiplier'?"),
         ({"noise_multiplier": 0}, "noise_multiplier must lie in (0, inf), got 0"),
         ({"sample_rate": 0}, "sample_rate must be in (0, 1], got 0"),
-        ({"sample_rate": 10**400}, "sample_rate must be from 0 to 1, got inf"),
-        ({"delta": 1}, "delta must be between 0 and 1"),
-        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"sample_rate": 10**400}, "sample_rate must lie in [0, 1], got 1000"),
+        ({"delta": 1}, "delta must be at least 1e-12"),
+        ({"steps": 1.5}, "steps must be an integer of at least 1"),
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"placement": "sharez"}, "did you mean 'shares'?"),
         ({"exchange": {"compressor": "top_k"}}, "exchange.compressor: unknown compressor"),

@@ -1,7 +1,6 @@
 """Taking turns, on real ranks, with trainers that only sleep."""
 
 import time
-from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch.distributed as dist
 from benchmarks.bench import turns
 from benchmarks.bench.results import Block
 from benchmarks.bench.turns import measure_all_reduce, take_turns
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 # Milliseconds that each rank sleeps in a step.
 SLEEPS = (1, 20)
 Taken = tuple[list[str], list[list[Block]], int]

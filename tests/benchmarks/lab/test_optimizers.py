@@ -1,7 +1,6 @@
 """Every optimizer that can be compared trains the model of the comparison, on real ranks."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from benchmarks.lab.runs import Settings
 from benchmarks.lab.tasks.whole_text import whole_text
 from benchmarks.lab.worker import connect, train
 from comm_hooks.optim.registry import OPTIMIZERS
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SETTINGS = Settings(
     steps=6,
     warmup=2,

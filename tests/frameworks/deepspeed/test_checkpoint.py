@@ -1,7 +1,6 @@
 """Every rank's state is in the checkpoint's folder, and a resumed run ends as one that went on."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from tests.frameworks.deepspeed.common import (
     train,
 )
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import Ranks, RanksOf
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
 
-RanksOf = Callable[[int], Ranks]
 
 GATHERED = {**TOPK, "collective": "all_gather"}
 

@@ -1,6 +1,5 @@
 """OneBitAdam at ZeRO stages 1 and 2: exact gradients until it freezes, then signs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ from tests.frameworks.deepspeed.common import (
     train_ddp,
 )
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 FREEZE, STEPS = 3, 7
 PARAMS = {"lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1, "freeze_step": FREEZE}
 # Without shards the mean does not depend on how gradients fall into buckets.

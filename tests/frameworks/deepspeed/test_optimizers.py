@@ -1,7 +1,6 @@
 """Optimizers named in the JSON against the same ones without DeepSpeed, on real ranks."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,9 +29,8 @@ from tests.frameworks.deepspeed.optimizer_runs import (
     values,
 )
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 PUBLISHED = OneBitAdam.published
 # One for each kind of exchange and of state.
 USUAL = ["OneBitAdam", "ZeroOneAdam", "LocalVarianceAdam"]

@@ -1,6 +1,5 @@
 """Interrupted runs of optimizers named in the JSON, and checkpoints that must be refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from tests.frameworks.deepspeed.optimizer_runs import (
     values,
 )
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import Ranks, RanksOf
 
-RanksOf = Callable[[int], Ranks]
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 2e-3}}
 BF16 = {"bf16": {"enabled": True}}
 

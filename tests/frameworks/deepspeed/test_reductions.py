@@ -1,7 +1,7 @@
 """Gradients under DeepSpeed go through the exchange, and nothing else changes."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -29,11 +29,10 @@ from tests.frameworks.deepspeed.common import (
     train_ddp,
 )
 from tests.frameworks.selection import by_default
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
 
-RanksOf = Callable[[int], Ranks]
 
 OFFLOADED = {
     "zero_optimization": {"offload_optimizer": {"device": "cpu"}},

@@ -5,7 +5,6 @@ import copy
 import json
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ from tests.frameworks.deepspeed.common import (
     net,
     train,
 )
-from tests.ranks import Outcome, Ranks
+from tests.ranks import Outcome, Ranks, RanksOf
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
 
-RanksOf = Callable[[int], Ranks]
 
 ZERO = "zero_optimization"
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {

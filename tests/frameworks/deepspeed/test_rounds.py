@@ -1,7 +1,6 @@
 """Rounds of local steps in a DeepSpeed engine, named in the JSON or passed, against a bare loop."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from tests.frameworks.deepspeed.optimizer_runs import (
     train,
     values,
 )
-from tests.ranks import Ranks
+from tests.ranks import RanksOf
 
-RanksOf = Callable[[int], Ranks]
 STEPS, STOP, CLIP_NORM = 6, 3, 0.2
 BLOCK = {"method": "low_communication", "bits_per_parameter": 1.0}
 PARAMS = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.05}

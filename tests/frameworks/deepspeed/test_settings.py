@@ -16,7 +16,7 @@ from comm_hooks.frameworks.deepspeed.settings import (
     find_block,
     named_groups,
 )
-from comm_hooks.optim import Adam, AMSGrad, FrozenVarianceAdam, OneBitAdam
+from comm_hooks.optim import FrozenVarianceAdam, OneBitAdam
 from comm_hooks.optim.registry import OPTIMIZERS
 
 
@@ -79,10 +79,10 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("comm_hooks: must be an object", "OneBitAdam", {}, {"comm_hooks": "topk"}),
     (r"optimizer.params or comm_hooks: CDAdam: the exchange's memory must be Differences\(\)",
      "CDAdam", {}, {"comm_hooks": {"compressor": "topk", "memory": "error_feedback"}}),
-    ("comm_hooks: missing; SAFL is for gradients that an exchange averages", "SAFL", {}, {}),
+    ("comm_hooks: missing; CommHooksAdamW is for gradients that an exchange", "CommHooksAdamW", {},
+     {}),
+    ("optimizer.type: SAFL cannot be used: it works in rounds", "SAFL", {}, SKETCH),
     ("optimizer.params: Invalid learning rate", "CommHooksAdamW", {"lr": -1}, SIGNS),
-    ("comm_hooks.compressor: SAFL needs a sketch .* got Sign", "SAFL", {}, SIGNS),
-    ("optimizer.params: SAFL: local_lr must", "SAFL", {"local_lr": 0}, SKETCH),
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_an_optimizer_that_was_passed_decides() -> None:
 
 
 NAMES = [e.type_name for e in OPTIMIZERS.values() if not e.works_in_rounds]
-NAMES = ["SAFL", "CommHooksAdamW", *(n for n in NAMES if n not in ("Adam", "AdamW", "Marina"))]
+NAMES = ["CommHooksAdamW", *(n for n in NAMES if n not in ("Adam", "AdamW", "Marina"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +140,7 @@ def test_the_engine_averages_gradients_or_the_optimizer_exchanges(name: str) -> 
     needed = {"CompressedAdam", "FrozenVarianceAdam", "DGC", "FetchSGD", "CocktailSGD"}
     params = {"freeze_step": 9} if "Adam" in name else {"lr": 0.1, "density": 0.1}
     params = {"lr": 0.1} if name in ("DGC", "CocktailSGD") else params
-    servers = ("SAFL", "AMSGrad", "CommHooksAdamW", "FrozenVarianceAdam", "LaProp", "MuonAdamW")
+    servers = ("AMSGrad", "CommHooksAdamW", "FrozenVarianceAdam", "LaProp", "MuonAdamW")
     more = SKETCH if name in servers else {"comm_hooks": {"min_numel": 64}}
     found = read(name.lower(), params if name in needed else None, **more)
     assert (found.exchange is not None) == (name in servers)
@@ -209,13 +209,6 @@ def test_defaults_of_deepspeed() -> None:
     for key, value in {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}.items():
         assert optimizer.param_groups[0][key] == value
     assert made("AMSGrad", {"bias_correction": True}).param_groups[0]["bias_correction"]
-
-
-@pytest.mark.parametrize("amsgrad", [True, False])
-def test_the_server_of_safl(amsgrad: bool) -> None:
-    optimizer = made("SAFL", {"amsgrad": amsgrad, "eps": 1e-6, "local_lr": 0.5}, **SKETCH)
-    assert type(optimizer) is (AMSGrad if amsgrad else Adam)
-    assert optimizer.param_groups[0]["eps"] == 2e-6
 
 
 def test_groups_of_deepspeeds_one_bit_adam() -> None:

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from comm_hooks.launchers.main import app
 from comm_hooks.launchers.network import Endpoint, free_port, parse_endpoint, wait_for_port
 from tests.launchers.launch.commands import complaint
 
-NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
 HEAD = ["--head", "127.0.0.1"]
-HOSTS = [*HEAD, "--hostfile", "hosts"]
 IN_RANK = {"RANK": "1", "WORLD_SIZE": "4"}
 STEP = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
 MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -39,7 +36,6 @@ def _nothing_may_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launcher", "torchrn"], "did you mean 'torchrun'?"),
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nnodes", "two"], "--nnodes two: needs a number of nodes"),
         (["--nnodes", "4:2"], "MIN:MAX with MIN <= MAX"),
@@ -56,13 +52,6 @@ def _nothing_may_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
         (["--env", "A"], "--env 'A': needs NAME=VALUE"),
         (["--env", "1A=b"], "needs NAME=VALUE"),
         (["--nnodes", "1:2", *HEAD, "--preflight"], "--preflight needs a fixed number of nodes"),
-        (["--hostfile", "hosts", "--launcher", "torchrun"], "--hostfile is for deepspeed"),
-        (["--launcher", "mpirun", "--nnodes", "2"], "needs --hostfile and a number of --nnodes"),
-        (["--launcher", "mpirun", "--hostfile", "h"], "needs --hostfile and a number of --nnodes"),
-        (["--launcher", "mpirun", "--nnodes", "2", "--hostfile", "h"], "--nnodes 2 needs --head"),
-        (["--launcher", "mpirun", "--max-restarts", "1"], "is torchrun's"),
-        (["--launcher", "mpirun", "--nnodes", "2", "--node-rank", "0", *HOSTS], "all nodes"),
-        pytest.param(["--nnodes", "2", *HOSTS], "needs --node-rank", marks=NEEDS_DEEPSPEED),
     ],
 )
 def test_a_bad_option_is_refused(arguments: list[str], message: str) -> None:
@@ -74,8 +63,6 @@ def test_a_bad_option_is_refused(arguments: list[str], message: str) -> None:
     [
         ["--preflight", "--nproc", "2"],
         ["--nnodes", "2", "--node-rank", "1", *HEAD],
-        ["--launcher", "mpirun"],
-        pytest.param(["--launcher", "deepspeed"], marks=NEEDS_DEEPSPEED),
     ],
     ids=" ".join,
 )
@@ -92,11 +79,9 @@ def test_a_script_that_is_not_there_is_told_before_any_rank_is_started(
 
 
 def test_a_script_for_other_machines_need_not_be_on_this_one() -> None:
-    mpirun = ["--launcher", "mpirun", "--nnodes", "2", *HOSTS]
-    for environment in ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}):
-        hosts = [] if environment else mpirun
-        result = CliRunner().invoke(app, ["launch", *hosts, "train.py"], env=environment)
-        assert str(result.exception) == "something was run"
+    environment = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    result = CliRunner().invoke(app, ["launch", "train.py"], env=environment)
+    assert str(result.exception) == "something was run"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +90,6 @@ def test_a_script_for_other_machines_need_not_be_on_this_one() -> None:
         (IN_RANK, [], "this is rank 1 of 4 already"),
         ({**STEP, "SLURM_NTASKS": "16"}, [], "srun started 8 tasks on this node"),
         ({**STEP, "SLURM_NTASKS": "2"}, [], "give --head"),  # and no node list
-        ({**STEP, "SLURM_NTASKS": "2"}, ["--launcher", "mpirun"], "leave --launcher out"),
         (MPI, [], "give --head HOST:PORT, the machine of rank 0"),
         (MPI, ["--preflight"], "--preflight must come before the ranks"),
     ],

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from importlib.util import find_spec
 
 import pytest
 from hypothesis import given
@@ -154,35 +153,6 @@ def test_a_rank_of_mpirun_becomes_the_script(
     expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "A": "b"}
     assert variables == expected | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def test_mpirun_starts_a_launch_in_every_rank() -> None:
-    options = ["--hostfile", "hosts", "--nnodes", "3", "--nproc", "2", "--head", "node0"]
-    options += ["--env", "A=b c", "--interface", "ib0", "--preflight"]
-    first, line = dry_run("--launcher", "mpirun", *options, "train.py")
-    outer = ["mpirun", "-n", "6", "-hostfile", "hosts", "env", "A=b c", sys.executable, "-m"]
-    inner = ["comm_hooks.launchers.main", "launch", "--head", "node0:29500", "--interface", "ib0"]
-    assert shlex.split(line) == [*outer, *inner, "train.py"]
-    inner = ["comm_hooks.launchers.preflight", "--head", "node0:29500"]
-    assert shlex.split(first) == [*outer, *inner]
-    (line,) = dry_run("--launcher", "mpirun", "--nproc", "2", "-m", "pkg.train")
-    assert line.startswith(f"mpirun -n 2 {sys.executable} -m")
-    assert line.endswith("launch --module pkg.train")
-
-
-@pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
-def test_deepspeed_is_started_on_each_node() -> None:
-    (line,) = dry_run("--launcher", "deepspeed", "--nproc", "1", "-m", "pkg.train")
-    assert line.endswith("--num_gpus 1 --module pkg.train")
-    nodes = ["--head", "127.0.0.1:29500", "--nnodes", "2", "--node-rank", "1"]
-    first, line = dry_run("--hostfile", "hosts", *nodes, "--preflight", "train.py")
-    assert split(first)[1][-6:] == nodes
-    variables, arguments = split(line)
-    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert arguments[-10:] == [
-        *("--hostfile", "hosts", "--no_ssh", "--node_rank", "1"),
-        *("--master_addr", "127.0.0.1", "--master_port", "29500", "train.py"),
-    ]
 
 
 def test_preflight_comes_first_and_meets_where_the_job_does() -> None:

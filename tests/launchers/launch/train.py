@@ -70,6 +70,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--deepspeed", action="store_true")
-    parser.add_argument("--local_rank")  # what the deepspeed launcher adds
     arguments = parser.parse_args()
     main(arguments.folder, arguments.deepspeed)

@@ -43,8 +43,8 @@ def test_one_node_alone_is_described() -> None:
     assert (code, errors) == (0, "")
     assert socket.gethostname() in output
     assert "torch 2" in output
-    verdict = output.splitlines()[-1]
-    assert verdict == "Passed: nothing is wrong with 1 node; 1 process met in a gloo group."
+    counts = "nodes: 1, links: 0, processes in a gloo group: 1"
+    assert output.splitlines()[-1] == f"Passed: no problem was found ({counts})"
 
 
 def test_a_node_with_another_version_is_named_on_all_nodes(

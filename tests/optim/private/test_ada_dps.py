@@ -140,7 +140,7 @@ def test_public_gradients_are_computed_once_per_step() -> None:
         ({"public_gradients": [torch.ones(6, 5)]}, "AdaDPS: public_gradients must be callable"),
         (
             {"public_gradients": dict, "preconditioner": "adm"},
-            "AdaDPS: unknown preconditioner 'adm'.*adam",
+            "AdaDPS: preconditioner must be one of rmsprop, adam",
         ),
         ({"side_information": {"wight": torch.ones(5)}}, "side_information: .*wight.*weight"),
         ({"side_information": {"weight": torch.ones(4)}}, r"weight has shape \(4,\).*\(6, 5\)"),
@@ -155,17 +155,13 @@ def test_bad_arguments_are_refused(bad: dict[str, Any], message: str) -> None:
         AdaDPS(fresh().items(), **{"lr": LR, **bad})
 
 
-@pytest.mark.parametrize(
-    ("gradients", "message"),
-    [
-        ({"weight": torch.ones(6, 5)}, "public_gradients has no tensor for bias"),
-        ({"weight": torch.ones(6, 5), "bias": torch.full((7,), torch.inf)}, "not finite in bias"),
-    ],
-    ids=["missing", "infinite"],
-)
-def test_bad_public_gradients_are_refused(gradients: dict[str, torch.Tensor], message: str) -> None:
+def test_bad_public_gradients_are_refused() -> None:
+    gradients = {"weight": torch.ones(6, 5)}
     optimizer = AdaDPS(fresh().items(), LR, public_gradients=lambda: gradients)
-    with pytest.raises(ValueError, match=f"AdaDPS: public_gradients.*{message.split()[-1]}"):
+    with pytest.raises(ValueError, match="AdaDPS: public_gradients has no tensor for bias"):
+        optimizer.transform()
+    gradients["bias"] = torch.full((7,), torch.inf)
+    with pytest.raises(ValueError, match="AdaDPS: public_gradients: not finite in bias"):
         optimizer.transform()
 
 

@@ -224,7 +224,7 @@ PLACES = {
 
 @given(st.sampled_from([*PLACES]), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 @example("central", 2, 3, 6)
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_what_had_not_been_sent_is_sent_by_other_ranks(
     place: str, before: int, after: int, steps: int
 ) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC, suggested_gamma
@@ -223,22 +221,6 @@ def test_the_papers_example() -> None:
     assert suggested_gamma(phi) / phi == pytest.approx(0.243, abs=5e-4)
 
 
-def test_the_papers_bound_without_knowing_the_gradients() -> None:
-    """Proposition 4, which the library does not need: Table 4's values follow from its formula."""
-    sigma, batch, beta2 = 0.4, 256, 0.999
-    printed = {
-        (0.1, 0.05): (2.688e-5, 8.505e-6, 2.797e-6, 1.902e-6),
-        (1.0, 0.05): (2.688e-3, 8.505e-4, 2.797e-4, 1.902e-4),
-        (1.0, 0.10): (2.423e-3, 7.664e-4, 2.520e-4, 1.714e-4),
-    }
-    for (norm, alpha), bounds in printed.items():
-        for t, bound in zip((10, 100, 1000, 10000), bounds, strict=True):
-            spread = math.sqrt((1 - beta2 ** (2 * t)) / (1 - beta2**2))
-            nu = 2 * spread * ((sigma * norm / batch) ** 2 + sigma * norm**2 / batch)
-            xi = (1 - beta2) / (1 - beta2**t) * math.sqrt(2 * nu**2 * math.log(2 / alpha))
-            assert xi == pytest.approx(bound, rel=5e-4)
-
-
 @pytest.mark.slow  # 3,000 steps for a figure of a page
 @pytest.mark.parametrize(("phi", "limit"), [(2.4e-8, 0.645), (1.5e-5, 0.026)])
 def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
@@ -257,29 +239,7 @@ def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
     assert float(rates.median()) == pytest.approx(limit, rel=0.01)
 
 
-@given(
-    beta2=st.floats(0.0, 0.9999),
-    steps=st.integers(1, 10**5),
-    alpha=st.floats(1e-6, 0.99),
-    scale=st.floats(1e-6, 1e6),
-)
-def test_the_floor_scales_and_shrinks(beta2: float, steps: int, alpha: float, scale: float) -> None:
-    bound = suggested_gamma(1.0, beta2, steps=steps, alpha=alpha)
-    assert suggested_gamma(scale, beta2, steps=steps, alpha=alpha) == pytest.approx(scale * bound)
-    assert suggested_gamma(1.0, beta2, steps=steps, alpha=alpha / 2) > bound
-    assert suggested_gamma(1.0, beta2, steps=steps + 1, alpha=alpha) <= bound * (1 + 1e-9)
-    # Both tails of the sub-exponential bound are what they should be at that point.
-    weight = (1 - beta2) / (1 - beta2**steps)
-    nu = 4 * math.sqrt((1 - beta2 ** (2 * steps)) / (1 - beta2**2))
-    delta = bound / weight
-    exponent = delta**2 / (2 * nu**2) if delta <= nu**2 / 4 else delta / (2 * 4)
-    assert 2 * math.exp(-exponent) == pytest.approx(alpha, rel=1e-6)
-
-
 # Bad input, dtypes, checkpoints.
-
-
-ZEROS = "55% of the gradient's elements are exactly zero, .* use DPMicroAdam"
 
 
 @pytest.mark.parametrize(
@@ -289,28 +249,21 @@ ZEROS = "55% of the gradient's elements are exactly zero, .* use DPMicroAdam"
         (-1.0, ValueError, "noise_variance must not be negative, got -1.0"),
         (float("nan"), ValueError, "noise_variance must not be negative, got nan"),
         (float("inf"), ValueError, "noise_variance must be finite, got inf"),
-        (0.01, ValueError, ZEROS),
     ],
     ids=str,
 )
-def test_a_step_without_the_variance_or_on_sparse_gradients_changes_nothing(
+def test_a_step_without_the_variance_changes_nothing(
     phi: float | None, error: type[Exception], message: str
 ) -> None:
-    x, y = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(100))
-    x.grad, y.grad = torch.randn(100), torch.zeros(100)
-    x.grad[:10] = 0.0
+    x = nn.Parameter(torch.ones(100))
+    x.grad = torch.randn(100)
     assert DPAdamBC.needs_noise_variance
     assert DPAdamBC([x]).noise_variance is None
-    optimizer = noised_with(phi, [x, y])
+    optimizer = noised_with(phi, [x])
     with pytest.raises(error, match=f"^DPAdamBC: {message}$"):
         optimizer.step()
     assert torch.equal(x, torch.ones(100))
     assert not optimizer.state
-    DPAdam([x, y]).step()
-    if message == ZEROS:
-        y.grad[:10] = 1.0
-        optimizer.step()
-        assert not torch.equal(y, torch.ones(100))
 
 
 def test_states_of_others_are_refused() -> None:

@@ -28,6 +28,7 @@ from comm_hooks.optim.private.noise.mechanism import (
     Released,
 )
 from comm_hooks.optim.private.noise.secret import Stream
+from tests.optim.scenarios import rarely
 
 SIGMA, C, B = 2.0, 0.5, 10.0
 MASK = RandomK(density=0.25, unbiased=False)
@@ -119,14 +120,10 @@ def test_without_noise_it_is_the_sum_over_ranks_by_a_public_divisor(place: str) 
     ("place", "compressor", "memory"),
     [
         ("central", TopK(density=1 / 8), True),
-        ("central", Sign(), True),
-        ("local", TopK(density=1 / 8), True),
         ("local", Sign(), True),
         ("shares", MASK, True),
-        ("shares", CountSketch(ratio=0.25), False),
-        ("aggregate", MASK, False),
         ("aggregate", CountSketch(ratio=0.25), False),
-        ("aggregate", SRHT(ratio=0.25), False),
+        *rarely(("central", Sign(), True), ("local", TopK(density=1 / 8), True)),
     ],
 )
 def test_compressed_releases_are_equal_on_all_ranks_and_of_unknown_variance(
@@ -148,9 +145,8 @@ def test_compressed_releases_are_equal_on_all_ranks_and_of_unknown_variance(
         ("local", MASK, 2.0),
         ("central", MASK, 1.0),
         ("aggregate", MASK, 1.0),
-        ("aggregate", RandomK(density=0.25), 16.0),
         ("aggregate", CountSketch(ratio=0.25), 4.0),
-        ("aggregate", SRHT(ratio=0.25), 4.0),
+        *rarely(("aggregate", RandomK(density=0.25), 16.0), ("aggregate", SRHT(ratio=0.25), 4.0)),
     ],
 )
 def test_noise_on_what_is_sent_has_the_size_of_what_a_sample_can_do_there(
@@ -252,37 +248,14 @@ def test_a_compressed_central_release_loses_nothing() -> None:
         assert not mechanism.exchange.state_dict()["memory"]
 
 
-@pytest.mark.parametrize(
-    ("place", "compressor", "memory", "rule"),
-    [
-        ("shares", TopK(density=0.1), True, 5),
-        ("aggregate", TopK(density=0.1), False, 8),
-        ("aggregate", MASK, True, 10),
-    ],
-)
-def test_what_is_not_private_is_refused_before_anything_is_sent(
-    place: str, compressor: Compressor, memory: bool, rule: int
-) -> None:
-    with pytest.raises(PrivacyError, match=rf"rule {rule}"):
-        World(2, compressor, place, memory=memory)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("noise_multiplier", float("nan")),
-        ("max_grad_norm", float("inf")),
-        ("expected_batch_size", True),
-    ],
-)
-def test_settings_out_of_range(setting: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{setting} must lie in \(0, inf\), got {value!r}"):
-        World(1, Identity(), "central", **{setting: value})
-
-
-def test_places_and_collectives_that_do_not_exist() -> None:
+def test_what_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(PrivacyError, match=r"rule 5\)"):
+        World(2, TopK(density=0.1), "shares", memory=True)
     with pytest.raises(ValueError, match="place must be one of central, shares, local"):
         World(1, Identity(), "rank_0")
+    for setting in ("noise_multiplier", "max_grad_norm", "expected_batch_size"):
+        with pytest.raises(ValueError, match=rf"{setting} must lie in \(0, inf\), got nan"):
+            World(1, Identity(), "central", **{setting: float("nan")})
     for compressor, collective in ((Identity(), "all_reduce"), (PermK(), "auto")):
         exchange = Exchange(compressor, collective=collective, transport=Simulated(1)[0])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="'central' needs owners of shards"):

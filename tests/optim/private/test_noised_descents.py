@@ -1,7 +1,6 @@
 """Preconditioned descents and their baselines against independent NumPy references."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,29 +145,6 @@ def test_the_transform_follows_from_releases_alone() -> None:
     assert not any(equal(a, b) for a, b in zip(runs[0][1:], runs[2][1:], strict=True))
 
 
-def second_moment(std: float) -> float:
-    """Return sqrt(v) after 500 steps of noise of this standard deviation, in the scaled space."""
-    weight = nn.Parameter(torch.zeros(200))
-    optimizer = ScaleThenPrivatize([weight], 0.0, scale_eps=1.0, betas=(0.9, 0.9))
-    optimizer.noise_variance = std**2
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(500):
-        optimizer.transform()
-        weight.grad = std * torch.randn(200, generator=generator)
-        optimizer.step()
-    return float(optimizer.state[weight]["exp_avg_sq"].mean().sqrt())
-
-
-def test_noise_that_feeds_itself_is_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # The fixed point of v = (std (v + 1))^2 in the mean, a little above it by fluctuations.
-        assert second_moment(0.5) < 1.5
-    with pytest.warns(UserWarning, match="deviation of 1.3: from 1 on the second moment") as said:
-        assert second_moment(1.3) > 1e4
-    assert len(said) == 1
-
-
 EPS, MOMENTUM = 0.05, 0.6
 TOTAL = 20
 BETAS = (0.8, 0.7, 0.9)
@@ -230,11 +206,14 @@ def test_nothing_is_done_before_clipping(kind: str) -> None:
     [
         (lambda p: DP2(p, LR, sgd_steps=0), "DP2: sgd_steps must be"),
         (lambda p: DP2(p, LR, preconditioned_steps=1.5), "DP2: preconditioned_steps must be"),
-        (lambda p: DP2(p, LR, lr_ratio=0.0), "DP2: lr_ratio must be positive"),
-        (lambda p: DP2(p, LR, clip_ratio=-1.0), "DP2: clip_ratio must not be negative"),
-        (lambda p: DP2(p, LR, preconditioner="adam"), "DP2: unknown preconditioner 'adam'"),
-        (lambda p: ScaleThenPrivatize(p, LR, scale_eps=0.0), "scale_eps must be positive"),
-        (lambda p: ScaleThenPrivatize(p, LR, scale_eps=math.inf), "scale_eps must be finite"),
+        (lambda p: DP2(p, LR, lr_ratio=0.0), "DP2: lr_ratio must lie in"),
+        (lambda p: DP2(p, LR, clip_ratio=-1.0), "DP2: clip_ratio must lie in"),
+        (
+            lambda p: DP2(p, LR, preconditioner="adam"),
+            "DP2: preconditioner must be one of rmsprop, adagrad",
+        ),
+        (lambda p: ScaleThenPrivatize(p, LR, scale_eps=0.0), "scale_eps must lie in"),
+        (lambda p: ScaleThenPrivatize(p, LR, scale_eps=math.inf), "scale_eps must lie in"),
         (lambda p: DPRPub(p, LR, [torch.ones(5)]), "DPRPub: public_gradients must be callable"),
         (lambda p: DPAdamPub(p, LR, None), "DPAdamPub: pass either public_gradients"),
         (lambda p: PDADPMD(p, LR, None, total_steps=5), "PDADPMD: public_gradients must be call"),

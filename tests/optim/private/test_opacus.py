@@ -17,14 +17,11 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping as GhostModu
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform
-from comm_hooks.optim.private.gradients.opacus import (
-    OpacusGradients,
-)
+from comm_hooks.optim.private.gradients.opacus import OpacusGradients
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from tests.optim.private.clipped_sums import Batch, distance, draw, make, norm, sample_losses
-from tests.optim.private.dependence import (
-    DEPENDENT,
-)
+from tests.optim.private.dependence import DEPENDENT
+from tests.optim.scenarios import rarely
 from tests.ranks import Ranks
 
 pytestmark = [
@@ -76,18 +73,6 @@ def test_it_gives_what_ours_gives(name: str, transformed: bool) -> None:
 def weighted(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels, weights = batch
     return sample_losses(model, (inputs, labels)) * weights
-
-
-def test_what_opacus_itself_sums_is_the_same() -> None:
-    model, batch = make("cnn"), draw(9)
-    module = GradSampleModule(copy.deepcopy(model))
-    sample_losses(module, batch).mean().backward()
-    samples = [p.grad_sample for p in module.parameters()]
-    norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples]).norm(dim=0)
-    # We leave a margin for rounding.
-    factors = (0.4 * (1 - 2**-16) / (norms + 1e-6)).clamp(max=1)
-    expected = [torch.einsum("i,i...", factors, s) for s in samples]
-    agree(ClippedSum(expected, 9), ours(model, batch))
 
 
 @every
@@ -254,52 +239,25 @@ def test_calls_without_gradients_and_passes_elsewhere_do_no_harm() -> None:
         assert all(p.grad_sample is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *rarely(torch.float16, torch.float64)])
 def test_other_dtypes_and_autocast(dtype: torch.dtype) -> None:
     def under_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", dtype):
             return sample_losses(model, batch)
 
-    for seed in range(3):
-        model, batch = make("mlp", seed), draw(9, seed)
-        expected = ours(model, batch)
-        losses = [(model, under_autocast), (make("mlp", seed, dtype), sample_losses)]
-        for trained, loss in losses[dtype is torch.float64 :]:
-            inputs = batch[0].to(dtype if trained is not model else torch.float32)
-            gradients = OpacusGradients(trained, loss, 0.4)
-            gradients.backward((inputs, batch[1]))
-            found = gradients.take()
-            assert distance(found, expected) < 0.05 * norm(found.tensors)
+    model, batch = make("mlp"), draw(9)
+    expected = ours(model, batch)
+    losses = [(model, under_autocast), (make("mlp", 0, dtype), sample_losses)]
+    for trained, loss in losses[dtype is torch.float64 :]:
+        inputs = batch[0].to(dtype if trained is not model else torch.float32)
+        gradients = OpacusGradients(trained, loss, 0.4)
+        gradients.backward((inputs, batch[1]))
+        found = gradients.take()
+        assert distance(found, expected) < 0.05 * norm(found.tensors)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound", "cast"), [(torch.bfloat16, 1.0, False), (torch.float16, 1e-3, True)]
-)
-def test_rounding_lengthens_nobody_in_16_bits(dtype: torch.dtype, bound: float, cast: bool) -> None:
-    def losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype, enabled=cast):
-            return 50 * model(batch).squeeze(1)
-
-    torch.manual_seed(0)
-    kept = torch.float32 if cast else dtype
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).to(kept)
-    gradients = OpacusGradients(model, losses, bound)
-    gradients.backward(torch.randn(8, 64).to(kept))
-    gradients.take()
-    for _ in range(60):
-        gradients.backward((torch.randn(1, 64) * 10 ** (3 * torch.rand(1))).to(kept))
-        assert norm(gradients.take().tensors) <= bound
-
-
-@pytest.mark.parametrize(
-    ("kind", "cast"),
-    [
-        (OpacusGradients, False),
-        (OpacusGradients, True),
-        (PerSampleGradients, False),
-        (PerSampleGradients, True),
-    ],
-)
+@every
+@pytest.mark.parametrize("cast", [True, *rarely(False)])
 def test_one_sample_more_changes_a_sum_by_at_most_c(kind: Any, cast: bool) -> None:
     """Also where all gradients point the same way, and the sum is as large as it can be."""
 
@@ -358,22 +316,6 @@ def test_a_scalar_is_refused(rows: int) -> None:
         OpacusGradients(make("mlp"), lambda model, batch: model(batch[0]), 0.4).backward(draw(3))
 
 
-@pytest.mark.parametrize("difference", [0.0, 1e-5, 1e-4, 1e-3])
-def test_sequences_whose_gradients_nearly_cancel_are_clipped(difference: float) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(16, 4, bias=False)
-    first = torch.randn(1, 1, 16) * 30
-    inputs = torch.cat([first, first * (1 + difference)], 1)
-
-    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return (model(inputs).sum(-1) * torch.tensor([300.0, -300.0])).sum(-1)
-
-    for kind in (PerSampleGradients, OpacusGradients):
-        gradients = kind(copy.deepcopy(model), loss, 0.01)
-        gradients.backward(inputs)
-        assert norm(gradients.take().tensors) <= 0.01
-
-
 @pytest.mark.parametrize("name", ["batch norm in training", "contrastive"])
 def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
     torch.manual_seed(0)
@@ -414,8 +356,10 @@ class Keeps(nn.Module):
         return self.layer(inputs)
 
 
-@pytest.mark.parametrize("way", ["written", "replaced", "new", "data", "batch norm"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("way", "late"),
+    [*((way, False) for way in ("replaced", "new", "data", "batch norm")), ("written", True)],
+)
 def test_a_buffer_that_keeps_what_it_saw_is_refused(way: str, late: bool) -> None:
     model = nn.Sequential(nn.Identity(), inner := Keeps("none" if late else way))
     batch = draw(5)
@@ -440,7 +384,7 @@ def test_a_buffer_that_keeps_what_it_saw_is_refused(way: str, late: bool) -> Non
         OpacusGradients(rescaled, lambda m, b: m(b).square().sum(1), 0.4).backward(torch.arange(4))
 
 
-def under_ddp(kind: Any) -> tuple[bool, int, float]:
+def under_ddp() -> tuple[bool, int, float]:
     """Return whether p.grad is None, how often DDP asked its hook, and how far off the sum is."""
     calls: list[int] = []
 
@@ -455,18 +399,17 @@ def under_ddp(kind: Any) -> tuple[bool, int, float]:
     expected = ours(model, batch)
     ddp_model = DistributedDataParallel(model)
     ddp_model.register_comm_hook(None, hook)
-    gradients = kind(ddp_model, sample_losses, 0.4)
+    gradients = OpacusGradients(ddp_model, sample_losses, 0.4)
     gradients.backward(batch)
     partly = nn.Sequential(DistributedDataParallel(nn.Linear(12, 4)), nn.Linear(4, 10))
     with pytest.raises(ValueError, match="wrap the whole model"):
-        kind(partly, sample_losses, 0.4)
+        OpacusGradients(partly, sample_losses, 0.4)
     is_none = all(p.grad is None for p in model.parameters())
     return is_none, len(calls), distance(gradients.take(), expected)
 
 
-@every
-def test_ddp_averages_nothing(kind: Any, ranks_of: Callable[[int], Ranks]) -> None:
-    for is_none, calls, off in ranks_of(2).run(under_ddp, kind):
+def test_ddp_averages_nothing(ranks_of: Callable[[int], Ranks]) -> None:
+    for is_none, calls, off in ranks_of(2).run(under_ddp):
         assert is_none
         assert calls == 0
         assert off < 1e-6

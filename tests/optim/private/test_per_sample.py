@@ -119,26 +119,6 @@ def test_norm_counts_every_element_of_every_parameter(rows: int) -> None:
     torch.testing.assert_close(sample_norms(gradients), expected, rtol=1e-6, atol=0)
 
 
-def test_no_sample_counts_twice_if_a_failed_batch_is_tried_again() -> None:
-    calls: list[int] = []
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        calls.append(1)
-        # The first call looks for unused parameters.
-        if len(calls) == 4:
-            raise MemoryError
-        return loss_function(model, batch)
-
-    model, batch = make("mlp"), draw(6)
-    gradients = PerSampleGradients(model, loss, 1.0, micro_batch_size=2)
-    with pytest.raises(MemoryError):
-        gradients.backward(batch)
-    gradients.backward(batch)
-    result = gradients.take()
-    assert result.samples == 6
-    assert distance(result, taken(model, batch)) < 1e-6
-
-
 def test_unused_parameters_are_named_at_the_first_sample() -> None:
     model = make("mlp")
     model.forgotten = nn.Linear(2, 3)

@@ -70,18 +70,6 @@ def test_labels_cannot_be_read_in_two_ways() -> None:
     assert len(seeds) == len(labels)
 
 
-@pytest.mark.slow
-def test_a_million_streams_have_as_many_keys() -> None:
-    """A generator with 32 bits of state, as PyTorch's on a CPU, repeats itself about 116 times.
-
-    The key alone, 128 bits, lets two of 10^7 streams coincide with probability 1.5e-25; here the
-    start of the counter is another 128.
-    """
-    secret = Secret(KNOWN)
-    seeds = {secret.seeds(f"5 noise 0 {step} 0") for step in range(10**6)}
-    assert len({key for key, _ in seeds}) == len({start for _, start in seeds}) == 10**6
-
-
 def test_a_piece_is_drawn_from_all_of_its_seed() -> None:
     """The generator is Philox with the key and the counter of the keyed hash, and nothing less."""
     secret = Secret(KNOWN)

@@ -186,14 +186,6 @@ def test_only_the_private_optimizer_steps() -> None:
     optimizer.zero_grad()
 
 
-def test_an_optimizer_may_be_made_private_again() -> None:
-    model = nn.Linear(6, 3)
-    usual = DPSGD(model.named_parameters(), lr=0.5)
-    for _ in range(2):
-        _, optimizer, loader = private(PrivacyEngine(), model=model, optimizer=usual)
-        train(optimizer, loader)
-
-
 @pytest.mark.parametrize("place", ["central", "local"])
 def test_an_exchange_that_remembers_clean_gradients_is_refused(place: Any) -> None:
     exchange = exchange_of(ErrorFeedback())

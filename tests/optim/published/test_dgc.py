@@ -87,34 +87,6 @@ def test_matches_the_reference(
     check(replicas, expected, atol=2e-5)
 
 
-def densities_used(density: float, warmup_steps: int) -> list[float]:
-    parameter = nn.Parameter(torch.zeros(40, 40))
-    exchange = Exchange(TopK(density), MomentumCorrection())
-    optimizer = DGC([parameter], exchange, lr=0.1, warmup_steps=warmup_steps)
-    used, average = [], exchange.average_
-
-    def spy(tensors: Any, *, compress: Any) -> None:
-        used.append(density if compress is True else compress.density)
-        # Skipped steps do not count.
-        if len(used) == 3:
-            tensors["0"].fill_(float("nan"))
-        average(tensors, compress=compress)
-
-    exchange.average_ = spy  # type: ignore[method-assign]
-    for _ in range(12):
-        parameter.grad = torch.randn(40, 40)
-        optimizer.step()
-    return used
-
-
-def test_the_density_falls_as_in_the_paper(ranks_of: RanksOf) -> None:
-    used = ranks_of(2).run(densities_used, 0.001, 8)
-    assert used[0] == used[1]
-    paper = [0.25, 0.25, 0.063, 0.063, 0.063, 0.016, 0.016, 0.004, 0.004, 0.001, 0.001, 0.001]
-    assert used[0] == pytest.approx(paper, abs=6e-4)
-    assert ranks_of(2).run(densities_used, 0.5, 8)[0] == [0.5] * 12
-
-
 def norms_of_updates(scale: float) -> tuple[list[float], int]:
     """The norm of the mean gradient that arrives, where all ranks agree, and the steps taken."""
     parameter = nn.Parameter(torch.zeros(40, 40))

@@ -18,9 +18,9 @@ from comm_hooks import (
     Sign,
 )
 from comm_hooks.optim.published.zero_one_adam import ZeroOneAdam
+from tests.optim.catalog import HYPER, MAKE, SCHEDULE
 from tests.optim.references import OPERATORS, Exact, Operator
 from tests.optim.replicas import (
-    MIN_NUMEL,
     SHAPES,
     Mean,
     advance,
@@ -32,13 +32,6 @@ from tests.optim.replicas import (
 )
 from tests.optim.scenarios import RanksOf, Values, collectives, overflow, rarely, same
 
-HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SCHEDULE = {
-    "var_freeze_step": 8,
-    "var_update_scaler": 3,
-    "local_step_scaler": 4,
-    "local_step_clipper": 4,
-}
 STEPS = 33
 # What SCHEDULE comes to, by hand.  Variance: three steps 1 apart, three 2 apart.
 VARIANCE = {1, 2, 3, 5, 7}
@@ -46,14 +39,10 @@ VARIANCE = {1, 2, 3, 5, 7}
 SYNCHRONIZED = {*range(1, 9), *(8 + since for since in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24))}
 
 
-def make(params: Any, operator: str = "sign", sharded: bool = True, **schedule: int) -> ZeroOneAdam:
-    exchange = Exchange(
-        OPERATORS[operator][0],
-        ErrorFeedback(),
-        "sharded" if sharded else "all_gather",
-        min_numel=MIN_NUMEL,
-    )
-    return ZeroOneAdam(params, exchange, **HYPER, **SCHEDULE | schedule)
+def make(params: Any, operator: str = "sign", sharded: bool = True, **schedule: int) -> Any:
+    collective = "sharded" if sharded else "all_gather"
+    compressor = OPERATORS[operator][0]
+    return MAKE["zero_one"](params, compressor=compressor, collective=collective, **schedule)
 
 
 def rate(t: int) -> float:

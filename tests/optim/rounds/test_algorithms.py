@@ -236,30 +236,6 @@ def test_fed_ams_and_fed_lamb(
     check(replicas, expected, atol=3e-5 * size)
 
 
-def first_step(options: dict[str, Any]) -> float:
-    theta = torch.nn.Parameter(torch.zeros(2, 3))
-    rounds = FedAMS([theta], Exchange(Identity()), lr=1.0, local_steps=1, **options)
-    theta.grad = torch.full_like(theta, 0.25)
-    rounds.step()
-    return -float(theta.mean())
-
-
-@pytest.mark.parametrize(
-    ("options", "length"),
-    [
-        ({}, 0.1 * 0.25 / (2e-8) ** 0.5),
-        (CLIENT, 3.16),
-        ({"bias_correction": True, **CLIENT}, 1.0),
-    ],
-    ids=["published", "bounded", "bounded_and_corrected"],
-)
-@pytest.mark.filterwarnings("ignore:world size is 1")
-def test_the_first_step_of_fed_ams(
-    ranks_of: RanksOf, options: dict[str, Any], length: float
-) -> None:
-    assert ranks_of(1).run(first_step, options)[0] == pytest.approx(length, rel=1e-3)
-
-
 PARTICIPATION = Participation(clients=5, fraction=0.6, seed=2)
 
 

@@ -22,7 +22,6 @@ from comm_hooks.optim import (
     LocalRounds,
     MuLoCo,
     SparseLoCo,
-    low_communication,
 )
 from tests.optim.rounds.problem import Arrays, make_parameters, set_gradients, values
 from tests.optim.scenarios import RanksOf, rarely
@@ -244,58 +243,17 @@ def test_another_number_of_ranks_goes_on_at_the_shared_model(
     assert any(np.abs(value).max() > 0 for value in expected.values())
 
 
-def recommended() -> tuple[dict[str, nn.Parameter], LocalRounds]:
-    parameters = make_parameters()
-    rounds = low_communication(parameters.items(), lr=0.01, bits_per_parameter=16.0)
-    return parameters, rounds
-
-
-def save_recommended(folder: str, ahead: int) -> Arrays:
-    parameters, rounds = recommended()
-    train(parameters, rounds, range(2 * rounds.local_steps + ahead))  # type: ignore[operator]
-    save_rank_file(rounds, folder)
-    with rounds.server_parameters():
-        return values(parameters)
-
-
-def go_on_recommended(folder: str) -> tuple[Arrays, Arrays, Any]:
-    parameters, rounds = recommended()
-    planned = rounds.server.param_groups[0]["lr"]
-    load_rank_files(rounds, folder)
-    assert rounds.server.param_groups[0]["lr"] == planned, "it belongs to this number of ranks"
-    begun = values(parameters)
-    train(parameters, rounds, range(20, 30))
-    rounds.synchronize()
-    return begun, values(parameters), rounds.local_steps
-
-
-@pytest.mark.parametrize("ahead", [1, *rarely(0)])
-def test_the_recommended_rounds_on_another_number_of_ranks(
-    ranks_of: RanksOf, tmp_path: Any, ahead: int
-) -> None:
-    shared, _ = ranks_of(2).run(save_recommended, str(tmp_path), ahead)
-    results = ranks_of(3).run(go_on_recommended, str(tmp_path))
-    for begun, end, _ in results:
-        for name, value in shared.items():
-            # What had decayed since the last exchange has by now.
-            np.testing.assert_allclose(begun[name], value, rtol=1e-2, atol=1e-7)
-        assert same(begun, results[0][0])
-        assert same(end, results[0][1])
-        assert all(np.isfinite(value).all() for value in end.values())
-
-
 def loads_files_of_two_steps(folder: str) -> str:
     """Rank 1's file is of the next local step, in which nothing was exchanged."""
-    parameters, rounds = recommended()
-    local_steps = rounds.local_steps or 0
-    train(parameters, rounds, range(2 * local_steps))
+    parameters, rounds = make()
+    train(parameters, rounds, range(2 * K))
     save_rank_file(rounds, folder)
-    train(parameters, rounds, range(2 * local_steps, 2 * local_steps + 1))
+    train(parameters, rounds, range(2 * K, 2 * K + 1))
     save_rank_file(rounds, f"{folder}/next")
     if dist.get_rank() == 1:
         Path(folder, "next", "rank1.pt").rename(Path(folder, "rank1.pt"))
     dist.barrier()
-    _, rounds = recommended()
+    _, rounds = make()
     try:
         load_rank_files(rounds, folder)
     except ValueError as error:

@@ -112,26 +112,6 @@ def test_any_precision_of_residual_and_parameter(bits: int, dtype: torch.dtype) 
     run_ranks(rank, 2)
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_it_resumes_bit_for_bit(fragments: int) -> None:
-    def rank(transport: Transport) -> None:
-        def make() -> tuple[list[nn.Parameter], LocalRounds]:
-            parameters = [nn.Parameter(torch.zeros(1, SIZE)) for _ in range(2)]
-            return parameters, make_rounds(parameters, transport, 0.5, fragments=fragments)
-
-        parameters, rounds = make()
-        go(rounds, parameters, 5, transport.rank)
-        saved = copy.deepcopy(rounds.state_dict())
-        again, resumed = make()
-        resumed.load_state_dict(saved)
-        go(rounds, parameters, 5, transport.rank)
-        go(resumed, again, 5, transport.rank)
-        for one, other in zip(parameters, again, strict=True):
-            assert torch.equal(one, other)
-
-    run_ranks(rank, 3)
-
-
 @pytest.mark.parametrize("steps", [3, 4, 5])
 def test_replicas_agree_after_synchronizing(steps: int) -> None:
     def rank(transport: Transport) -> list[torch.Tensor]:
