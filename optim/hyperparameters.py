@@ -24,8 +24,8 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         owner: the optimizer, or its name, for messages.
         beta_count: how many ``betas`` the optimizer has, if any.
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
-            ``momentum``, in [0, 1) too; ``bias_correction``, ``maximize`` and ``nesterov``, true or
-            false; and numbers that are finite and at least 0.
+            names that end in ``momentum``, in [0, 1) too; ``bias_correction``, ``maximize`` and
+            ``nesterov``, true or false; and numbers that are finite and at least 0.
 
     Example::
 
@@ -39,7 +39,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         if key == "betas":
             _check_betas(name, value, beta_count)
             continue
-        if key == "momentum":
+        if key.endswith("momentum"):
             require_within(owner, key, value, "[0, 1)")
             continue
         if key in _FLAGS:

@@ -7,7 +7,6 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.requirements import require_within
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of Jordan et al.'s polynomial a x + b x^3 + c x^5, steep near x = 0."""
@@ -74,8 +73,7 @@ class Muon(BatchedOptimizer):
                 raise ValueError(f"Muon: parameters must be matrices, got one of shape {shape}")
 
     def _check_group(self, settings: Group) -> None:
-        check_hyperparameters(self, lr=settings["lr"], weight_decay=settings["weight_decay"])
-        require_within(self, "momentum", settings["momentum"], "[0, 1)")
+        check_hyperparameters(self, **settings)
 
     def _update(self, parameters: Tensors, group: Group) -> None:
         momentum, lr = group["momentum"], group["lr"]

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from comm_hooks.optim.base import ExactStateOptimizer
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.muon import Muon
-from comm_hooks.requirements import require_callable, require_within
+from comm_hooks.requirements import require_callable
 
 # Embeddings and output layers by the names that libraries give them, between dots and underscores.
 _NOT_HIDDEN = re.compile(
@@ -81,8 +81,8 @@ class MuonAdamW(ExactStateOptimizer):
         hidden: Callable[[str, torch.Tensor], bool] = is_hidden_matrix,
         rest: Callable[..., Optimizer] = AdamW,
     ) -> None:
-        check_hyperparameters(self, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        require_within(self, "momentum", momentum, "[0, 1)")
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_hyperparameters(self, **settings, momentum=momentum)
         require_callable(self, "hidden", hidden)
         require_callable(self, "rest", rest)
         named = list(named_parameters)
@@ -92,7 +92,7 @@ class MuonAdamW(ExactStateOptimizer):
             if not members:
                 raise ValueError(f"MuonAdamW: there is no {kind}: use AdamW or Muon alone")
         self._muon = Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay)
-        self._rest = rest(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._rest = rest(others, **settings)
         super().__init__([*self._muon.param_groups, *self._rest.param_groups], {"lr": lr})
         self._share()
 

@@ -25,7 +25,7 @@ from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
-from comm_hooks.requirements import require_callable, require_flag, require_kind, require_within
+from comm_hooks.requirements import require_callable, require_flag, require_kind
 
 
 class FedAvg(LocalRounds):
@@ -70,13 +70,11 @@ class FedAvg(LocalRounds):
         server_momentum: float = 0.0,
         participation: ClientSampling | None = None,
     ) -> None:
-        check_hyperparameters(
-            self, lr=lr, momentum=momentum, weight_decay=weight_decay, server_lr=server_lr
-        )
-        require_within(self, "server_momentum", server_momentum, "[0, 1)")
+        clients: Any = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        check_hyperparameters(self, **clients, server_lr=server_lr, server_momentum=server_momentum)
         members: Any = list(params)  # iterated over twice
         super().__init__(
-            SGD(members, lr=lr, momentum=momentum, weight_decay=weight_decay),
+            SGD(members, **clients),
             exchange,
             SGD(members, lr=server_lr, momentum=server_momentum),
             local_steps=local_steps,
@@ -121,8 +119,7 @@ class DiLoCo(LocalRounds):
         fragments: int = 1,
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
         members: Any = list(params)  # iterated over twice
         super().__init__(
             AdamW(members, **settings),
@@ -173,8 +170,7 @@ class LocalAdamW(LocalRounds):
         look_ahead: float = 0.0,
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
         members: Any = list(params)  # iterated over twice
         super().__init__(
             type(self)._make_inner(members, **settings),
@@ -252,8 +248,7 @@ class MuLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         settings["momentum"] = momentum
-        check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        require_within(self, "outer_momentum", outer_momentum, "[0, 1)")
+        check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
         members = list(named_parameters)  # iterated over twice
         super().__init__(
             MuonAdamW(members, **settings),
