@@ -55,7 +55,7 @@ def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> N
     if any(map(is_sharded, wholes)) and not any(map(is_held_by_all, wholes)):
         raise ValueError(
             f"{type(owner).__name__}: its parameters have too few rows for the ranks that they are "
-            "sharded over, some of which hold nothing: shard them over fewer, or not at all"
+            "sharded over, so that some ranks hold nothing: shard them over fewer ranks"
         )
 
 

@@ -78,7 +78,7 @@ class OptimizerState:
         self._load(parts)
 
     def _part(self) -> dict[str, Any]:
-        """Return the optimizer's state that differs between ranks, and a checksum of its rest."""
+        """Return the optimizer's state that differs between ranks, and a checksum of the rest."""
         optimizer = self.optimizer
         state: dict[str, Any] = {"type": type(optimizer).__name__, "checksum": self._checksum()}
         if not optimizer.is_synchronized:
@@ -92,7 +92,7 @@ class OptimizerState:
         return state
 
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Restore a :meth:`_part`: this rank's, or the mean of those of all former ranks."""
+        """Restore this rank's :meth:`_part`, or the mean of the parts of all former ranks."""
         first = parts[0]
         if "optimizer" in first:
             self.optimizer.load_state_dict(first["optimizer"])

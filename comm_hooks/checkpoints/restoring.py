@@ -210,5 +210,5 @@ def _problem_of(load: Callable[[Any], None], state: Any) -> str | None:
     except Exception as error:  # the other ranks must hear of any error
         if isinstance(error, ValueError):
             return str(error)
-        return f"it does not fit ({first_line(error)})"
+        return f"the saved state does not fit ({first_line(error)})"
     return None

@@ -88,7 +88,7 @@ class _ThreadRank(Transport, Generic[Result]):
         return reply
 
     def round(self) -> Round[Result]:
-        """Return a round that makes the requests of the rank's thread, which runs in between."""
+        """Return a round that runs the rank's thread and makes the requests of its function."""
         thread = threading.Thread(
             target=self._live, name=f"rank {self.rank} of {self.world_size}", daemon=True
         )

@@ -17,7 +17,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class Owner(Protocol):
-    """The optimizer or hook that uses an exchange; it must be the same on all ranks."""
+    """The optimizer or hook that uses an exchange; its settings must be equal on all ranks."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
         """Return the next step's hyperparameters as plain values; every exchange compares them."""

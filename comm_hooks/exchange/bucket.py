@@ -11,7 +11,7 @@ from comm_hooks.requirements import require_dense_floats
 
 
 class Bucket:
-    """One bucket: its workspace, its routes, and whether ranks have compared its tensors.
+    """Tensors that are exchanged together: workspace, routes, and whether ranks have compared them.
 
     Attributes:
         layout: the workspace.

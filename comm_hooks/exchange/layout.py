@@ -25,7 +25,7 @@ from comm_hooks.memory.rows import Rows
 
 @dataclass(frozen=True)
 class Segment:
-    """One tensor of a bucket.
+    """The name, the shape and the treatment of one tensor of a bucket.
 
     Args:
         name: the name of the parameter.

@@ -59,7 +59,7 @@ class Message:
 
     Attributes:
         matrices: the matrix of each part of the vectors.
-        keys: see above.
+        keys: the random keys of each part of the vectors.
         stamp: the stamp of the round.
         residuals: the residuals still to be added to each part before it is compressed; None
             without a memory.

@@ -184,7 +184,7 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
 
 
 def check_complete(states: Sequence[State]) -> None:
-    """Raise ``ValueError`` unless ``states`` are those of all ranks, in order, at one step."""
+    """Raise ``ValueError`` unless the states of all ranks are given, in rank order, of one step."""
     if not states:
         raise ValueError("no states were given: pass those of all ranks that saved one")
     for state in states:

@@ -44,7 +44,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """``uncompressed`` over ``sent``; 1 if nothing was sent."""
+        """The compression ratio, ``uncompressed`` over ``sent``; 1 if nothing was sent."""
         return self.uncompressed / self.sent if self.sent else 1.0
 
 
@@ -68,7 +68,7 @@ class ExchangeState:
         memory: keeps the residuals of this rank's vectors; None in an exchange without a memory.
 
     Attributes:
-        memory: see above.
+        memory: keeps the residuals of this rank's vectors; None without a memory.
         server_memory: keeps the residuals of the shard that this rank owns; None without a memory.
         numels: the number of elements of each parameter that may have a residual.
         step: the number of steps exchanged so far.
@@ -104,7 +104,7 @@ class ExchangeState:
 
     @property
     def loads(self) -> int:
-        """Twice the steps since the start or the last load, plus 1 after a load."""
+        """Twice the steps since the start or the last load, plus 1 after a load, to be compared."""
         return 2 * (self.step - (self.loaded_at or 0)) + (self.loaded_at is not None)
 
     def residual_norm(self) -> float:

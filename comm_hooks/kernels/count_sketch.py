@@ -62,7 +62,7 @@ def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bo
         out: (n, numel), float32.
         sketches: (n, width), float32.
         keys: the random keys that were given to :func:`sketch`.
-        alpha, add: see above.
+        alpha, add: a factor of the values, and whether to add them to ``out``.
     """
     places, signs = _hash(out.shape[1], sketches.shape[1], keys, out.device)
     values = alpha * sketches.gather(1, places) * signs

@@ -22,7 +22,7 @@ def encode_min_max(
         rows: (n, numel), float32.
         size: the number of elements of a block; the last block of a row may be shorter.
         bits: 1, 2, 4 or 8.
-        seeds: one for each row, for ``torch.Generator``; None: round to the nearest.
+        seeds: seeds of ``torch.Generator``, one for each row; None: round to the nearest.
 
     Returns:
         ``(low, unit, octets)``: float32 (n, ceil(numel / size)) twice, and the packed codes, uint8
@@ -68,7 +68,7 @@ def decode_min_max(
         out: (n, numel), float32.
         low, unit, octets: the result of :func:`encode_min_max`; more octets may follow.
         size, bits: as for :func:`encode_min_max`.
-        alpha, add: see above.
+        alpha, add: a factor of the values, and whether to add them to ``out``.
     """
     numel = out.shape[1]
     codes = unpack_codes(octets[:, : packed_nbytes(numel, bits)], numel, bits).float()

@@ -18,7 +18,7 @@ def scatter_sum(
             zero.
         values: the elements at these places, float32, in the same shape.
         size: the number of elements per block.
-        alpha, add: see above.
+        alpha, add: a factor of the values, and whether to add them to ``out``.
 
     Example::
 

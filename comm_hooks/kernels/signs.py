@@ -69,7 +69,7 @@ def decode_signs(
         scales, octets: from :func:`encode_signs`, for each rank: (N, n, ...); more octets may
             follow.
         size: the number of elements of a block.
-        alpha, add: see above.
+        alpha, add: a factor of the values, and whether to add them to ``out``.
 
     Example::
 

@@ -183,7 +183,7 @@ class Memory(ABC):
             of_shards: the residuals of the owners of shards, (numel,) float32 per parameter, which
                 are residuals of the mean itself.
             numels: the number of elements of each parameter.
-            scale: see above.
+            scale: a factor of the residual of the mean.
 
         Raises:
             ValueError: as :meth:`check`.

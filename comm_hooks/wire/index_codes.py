@@ -18,7 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the code of a name, or a bitmap if that is smaller, as where many places are kept.
+    """Return the code of a name, or another code that is smaller, as where many places are kept.
 
     Example::
 

@@ -18,7 +18,7 @@ class RaggedShards:
 
     Args:
         layouts: the layout of each rank's shard, in rank order; they hold this rank's vectors.
-        compressors: for each layout, one for each of its parts.
+        compressors: the compressors of each layout, one for each of its parts.
         transport: connects the ranks.
         seed: the seed of all random keys.
     """

@@ -36,7 +36,7 @@ class CompressedRoute(Route):
 
     Args:
         layout: holds the vectors.
-        compressors: one for each part of the layout.
+        compressors: the compressors, one for each part of the layout.
         transport: connects the ranks.
         seed: the seed of all random keys.
     """

@@ -167,7 +167,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def require_bucket(bucket: object) -> None:
-    """Raise ``ValueError`` unless it is a bucket of gradients from DDP's C++ reducer."""
+    """Raise ``ValueError`` unless ``bucket`` is a ``GradBucket`` from DDP's C++ reducer."""
     if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
         raise ValueError(_PYTHON_REDUCER)
 

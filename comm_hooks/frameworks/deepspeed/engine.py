@@ -150,7 +150,7 @@ def _engine_class() -> Any:
 
 
 def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
-    """Replace the all-reduce of a constructed engine by an exchange, or by its optimizer's.
+    """Replace a constructed engine's all-reduce by the exchange of its settings or its optimizer.
 
     All ranks must call it.
 

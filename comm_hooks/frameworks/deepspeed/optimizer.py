@@ -120,7 +120,7 @@ class SharedNorm:
 
     The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
     parameters, scales the loss, skips steps that overflowed and clips.  It takes gradients for
-    averaged: it would clip each rank's by that rank's norm, and a norm outside of float32's range
+    averaged: it would clip a rank's gradients by its own norm, and a norm outside float32's range
     on one rank only would make that rank skip a step in which the others wait for it.
 
     The norm here is the mean over ranks of the norms of their gradients, an upper bound of the norm

@@ -59,7 +59,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
 def _whole(
     engine: Any, exchange: Exchange, grads: Sequence[Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield every parameter that has a dense gradient, with it; average sparse gradients here."""
+    """Yield (parameter, gradient) for dense gradients; average sparse gradients on the way."""
     flat_groups = getattr(engine.optimizer, "fp32_groups_gradients", None)
     if flat_groups is not None:
         # BF16_Optimizer passes one flat tensor per parameter group; these are views of it.

@@ -163,8 +163,8 @@ def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int
         if any(shard_of.get(other) != shard for other in ranks):
             raise ValueError(
                 f"compress_all_reduce: mesh joins ranks {ranks}, but not all of them hold the "
-                f"shard of rank {rank}: give the other dimension of the mesh whose first one "
-                "went to fully_shard"
+                f"shard of rank {rank}: give the dimension of the mesh that did not go to "
+                "fully_shard"
             )
     exchange.agree_now()
 

@@ -108,7 +108,7 @@ def _unsketch(
 
 
 def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
-    """Do as :func:`comm_hooks.kernels.count_sketch.sketch`, with additions in another order."""
+    """Like :func:`comm_hooks.kernels.count_sketch.sketch`, with additions in another order."""
     rows = rows.contiguous()
     rotations, offsets = draw(keys, rows.shape[1], width)
     count = rotations.shape[1]
@@ -139,7 +139,7 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
 
 
 def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
-    """Do as :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit."""
+    """Like :func:`comm_hooks.kernels.count_sketch.unsketch`, bit for bit."""
     width = sketches.shape[1]
     rotations, offsets = draw(keys, out.shape[1], width)
     count = rotations.shape[1]

@@ -62,7 +62,7 @@ def _add_gaussian(values, seeds, numel, TILE: tl.constexpr):
 
 
 def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
-    """Do as :func:`comm_hooks.kernels.gaussian.add_gaussian_`, up to the last bits of float64.
+    """Like :func:`comm_hooks.kernels.gaussian.add_gaussian_`, up to the last bits of float64.
 
     It does not wait for the GPU: key and counter are copied in the GPU's order of work.
     """

@@ -97,7 +97,7 @@ def _transform(
 
 
 def hadamard(rows: Tensor) -> Tensor:
-    """Do as :func:`comm_hooks.kernels.hadamard.hadamard`, with additions in another order."""
+    """Like :func:`comm_hooks.kernels.hadamard.hadamard`, with additions in another order."""
     length = rows.shape[1]
     bits = length.bit_length() - 1
     source = rows.contiguous()

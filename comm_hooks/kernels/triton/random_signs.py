@@ -59,7 +59,7 @@ def _multiply(
 
 
 def multiply_signs_(rows: Tensor, keys: Keys) -> Tensor:
-    """Do as :func:`comm_hooks.kernels.random_signs.multiply_signs_`; ``rows`` are contiguous."""
+    """Like :func:`comm_hooks.kernels.random_signs.multiply_signs_`; ``rows`` are contiguous."""
     offsets = sign_offsets(keys, rows.shape[1])
     tiles = triton.cdiv(rows.shape[1], _TILE)
     launch(

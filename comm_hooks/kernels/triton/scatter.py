@@ -56,7 +56,7 @@ def _scatter_sum(
 def scatter_sum(
     out: Tensor, places: Tensor, values: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Do as :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` is contiguous."""
+    """Like :func:`comm_hooks.kernels.scatter.scatter_sum`, bit for bit; ``out`` is contiguous."""
     ranks, rows, blocks, count = places.shape
     launch(
         _scatter_sum,

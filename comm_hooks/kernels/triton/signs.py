@@ -114,7 +114,7 @@ def encode_signs(
     subtract: bool = False,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do as :func:`comm_hooks.kernels.signs.encode_signs`, with additions in another order.
+    """Like :func:`comm_hooks.kernels.signs.encode_signs`, with additions in another order.
 
     Args:
         rows: (n, numel), float32, contiguous.
@@ -152,7 +152,7 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Do as :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
+    """Like :func:`comm_hooks.kernels.signs.decode_signs`, in one pass; ``out`` is contiguous.
 
     Only the last dimension of scales and octets must be contiguous.
     """

@@ -87,7 +87,7 @@ def _select(
 def block_top_k(
     rows: Tensor, size: int, count: int, residual: Residual | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do as :func:`comm_hooks.kernels.top_k.block_top_k`; ``size`` is at most LARGEST_BLOCK."""
+    """Like :func:`comm_hooks.kernels.top_k.block_top_k`; ``size`` is at most LARGEST_BLOCK."""
     if residual and not rows.is_contiguous():
         residual.add_to(rows)
         residual = None
