@@ -207,9 +207,9 @@ def check_world_size(
         >>> check_world_size(1, {"SLURM_NTASKS": "2"})
         Traceback (most recent call last):
             ...
-        RuntimeError: SLURM_NTASKS is 2, but only 1 rank has met: each process would train alone. \
-Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the mpirun \
-that mpi4py was built for
+        RuntimeError: SLURM_NTASKS is 2, but the process group has only 1 rank: each process \
+would train alone. Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), \
+or use the mpirun that mpi4py was built for
     """
     expected = expected_world_size(environment)
     if world_size is None:
@@ -218,11 +218,11 @@ that mpi4py was built for
         world_size = dist.get_world_size() if dist.is_initialized() else 1
     if expected is None or world_size >= expected[0]:
         return
-    met = "1 rank has" if world_size == 1 else f"{world_size} ranks have"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     raise RuntimeError(
-        f"{expected[1]} is {expected[0]}, but only {met} met: each process would train alone. Let "
-        "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "
-        "mpirun that mpi4py was built for"
+        f"{expected[1]} is {expected[0]}, but the process group has only {ranks}: each process "
+        "would train alone. Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks "
+        "launch ...), or use the mpirun that mpi4py was built for"
     )
 
 

@@ -36,7 +36,7 @@ def advise(
         Path | None,
         typer.Option(help="The file of measure_step(model, step).save(FILE), instead of both."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of gradients, with --params.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of gradients, with --params.")] = "float32",
     methods: Annotated[
         str, typer.Option(metavar="LIST", help="Methods to compare, separated by commas.")
     ] = METHODS,
@@ -44,15 +44,15 @@ def advise(
         int | None, typer.Option(help="Predict for this many ranks. [default: those that run]")
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of the link, such as 100mbit, instead of measuring it.")
+        str | None, typer.Option(help="Rate of the link, as 100mbit, instead of measuring it.")
     ] = None,
     latency_ms: Annotated[
-        float | None, typer.Option(help="Of the link, one way, with --bandwidth. [default: 0.1]")
+        float | None, typer.Option(help="One-way latency, with --bandwidth. [default: 0.1]")
     ] = None,
-    zero_stage: Annotated[int, typer.Option(help="Of DeepSpeed: 0, 1 or 2.")] = 0,
+    zero_stage: Annotated[int, typer.Option(help="ZeRO stage of DeepSpeed: 0, 1 or 2.")] = 0,
     tokens_per_parameter: Annotated[
         float | None,
-        typer.Option(help="Of the whole training. [default: the worst that was measured]"),
+        typer.Option(help="Length of the training. [default: the worst that was measured]"),
     ] = None,
     batch: Annotated[
         int | None,

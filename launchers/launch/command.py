@@ -79,7 +79,7 @@ def launch(
         Path | None, typer.Option(metavar="FILE", help="Write a Kubeflow TrainJob instead.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the Slurm or Kubernetes job. [default: the script's]")
+        str | None, typer.Option(help="Slurm or Kubernetes job name. [default: the script's]")
     ] = None,
     cpus: Annotated[
         int | None, typer.Option(help="Cores per process, for --slurm and --kubernetes.")

@@ -98,7 +98,7 @@ def make_plan(
             )
         return _torchrun(job, environment)
     if job.max_restarts:
-        raise ValueError(f"--max-restarts is torchrun's: {launcher} has nothing like it")
+        raise ValueError(f"--max-restarts is an option of torchrun: {launcher} has none like it")
     if hostfile is None and job.nodes != (1, 1):
         raise ValueError(f"--launcher {launcher} with several nodes needs --hostfile")
     hosts = read_hostfile(hostfile) if hostfile else []

@@ -53,7 +53,7 @@ class PLDAccountant(Accountant):
                 continue
             losses = _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
             total = losses if total is None else total.compose(losses)
-        assert total is not None, "with nobody sampled the RDP bound is 0"
+        assert total is not None, "without sampled units the RDP bound is 0"
         return min(bound, float(total.get_epsilon_for_delta(delta)))
 
     def __repr__(self) -> str:

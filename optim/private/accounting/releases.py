@@ -98,9 +98,10 @@ class Releases:
                 placement, noise_multiplier = kind
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
-                    f"{noise_multiplier:g} and placement {placement!r} have made, and the ledger "
-                    f"has {counted.get(kind, 0)} of them: epsilon would be too small. Give "
-                    "PrivacyEngine the ledger of that run, or load the engine's state_dict() of it"
+                    f"{noise_multiplier:g} and placement {placement!r} have made, but the ledger "
+                    f"has only {counted.get(kind, 0)} such releases: epsilon would be too small. "
+                    "Give PrivacyEngine the ledger of that run, or load the state_dict() of its "
+                    "engine"
                 )
         self._must_be_counted = False
 

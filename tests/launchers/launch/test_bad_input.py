@@ -61,7 +61,7 @@ def _nothing_may_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
         (["--hostfile", "hosts", "--launcher", "torchrun"], "--hostfile is for deepspeed"),
         (["--hostfile", "absent"], "--hostfile absent: cannot read it"),
         (["--launcher", "mpich", "--nnodes", "2"], "several nodes needs --hostfile"),
-        (["--launcher", "mpich", "--max-restarts", "1"], "is torchrun's"),
+        (["--launcher", "mpich", "--max-restarts", "1"], "is an option of torchrun"),
         (["--launcher", "mpich", "--hostfile", "hosts", "--node-rank", "0"], "starts all nodes"),
         (["--launcher", "mpich", "--hostfile", "hosts"], "a has no slots=N, so give --nproc"),
         (["--launcher", "mpich", "--hostfile", "hosts", "--nnodes", "3"], "names 2 hosts"),
