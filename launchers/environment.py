@@ -185,9 +185,9 @@ def check_world_size(
         >>> check_world_size(1, {"SLURM_NTASKS": "2"})
         Traceback (most recent call last):
             ...
-        RuntimeError: SLURM_NTASKS is 2, but only 1 rank has met: each process would train alone. \
-Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the mpirun \
-that mpi4py was built for
+        RuntimeError: SLURM_NTASKS is 2, but the process group has only 1 rank: each process \
+would train alone. Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), \
+or use the mpirun that mpi4py was built for
     """
     environment = os.environ if environment is None else environment
     if world_size is None:
@@ -199,7 +199,7 @@ that mpi4py was built for
     name = next((name for name in names if name in environment), None)
     if name is None or world_size >= _number(environment, name):
         return
-    met = "1 rank has" if world_size == 1 else f"{world_size} ranks have"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     raise RuntimeError(
         f"{name} is {environment[name]}, but only {met} met: each process would train alone. Let "
         "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "

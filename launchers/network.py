@@ -182,7 +182,9 @@ def find_route(host: str, interface: str | None = None) -> Route:
         head = address
     name = next((name for name, other in own if other == address), None)
     if name is None:
-        raise ValueError(f"no interface of this machine has the address {address}: --interface")
+        raise ValueError(
+            f"no interface of this machine has the address {address}: name one with --interface"
+        )
     return Route(name, address, head, is_head)
 
 

@@ -101,9 +101,9 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
         if sharing := finding.get("sharded over"):
             raise ValueError(
                 f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
-                "has averaged the gradients that this optimizer exchanges itself: give it ranks "
-                'between which nothing does, process_group=mesh["replicate"].get_group(), or use '
-                "one of torch with compress_reduce_scatter or compress_all_reduce"
+                "has averaged the gradients that this optimizer exchanges itself: pass it ranks "
+                'that FSDP does not shard over, process_group=mesh["replicate"].get_group(), or '
+                "use an optimizer of torch with compress_reduce_scatter or compress_all_reduce"
             )
     fingerprints = {finding.get("gradients") for finding in findings}
     if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:

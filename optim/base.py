@@ -176,7 +176,7 @@ def require_distinct_names(owner: object, names: Sequence[str]) -> None:
         name = owner if isinstance(owner, str) else type(owner).__name__
         raise ValueError(
             f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: state is "
-            "kept by names, so give those of one module that has all of them, such as "
+            "kept by names, so name all of them from one module that has them, such as "
             "torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder}).named_parameters()"
         )
 

@@ -168,8 +168,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
         check_hyperparameters(self, **settings)
         if self.state and not self._grows:
             raise ValueError(
-                f"{type(self).__name__}: parameters cannot be added after the first step: they "
-                "would have missed the measurements so far. Make it anew"
+                f"{type(self).__name__}: parameters cannot be added after the first step: its "
+                "estimates would lack their gradients so far. Make a new optimizer of all of them"
             )
         (group,), left_out = without_frozen([param_group])
         super().add_param_group(local_shards([group])[0])

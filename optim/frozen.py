@@ -89,7 +89,7 @@ class FrozenParameters:
         if count := sum(map(trains, self._left_out)):
             raise ValueError(
                 f"{self._name}: {count} parameters that were frozen when it was made require a "
-                "gradient now, and it knows nothing of them: make it anew after unfreezing"
+                "gradient now, but it does not have them: make a new optimizer after unfreezing"
             )
 
     def check_later(self, frozen: Sequence[str]) -> None:
@@ -102,6 +102,6 @@ class FrozenParameters:
             self._has_warned = True
             warn_program(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "
-                f"of them {frozen[0]}: their momenta and residuals go on moving them. Make it "
-                "anew to stop that",
+                f"of them {frozen[0]}: their momenta and residuals go on moving them. Make a "
+                "new optimizer to stop that",
             )

@@ -72,13 +72,13 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
         >>> check_own_settings("LaProp", {"params": [], "lr": 0.1, "momentum": 0.0}, ["lr"])
         >>> check_own_settings("LaProp", {"params": [], "maximize": True}, ["lr"])
         Traceback (most recent call last):
-        ValueError: LaProp: a group has maximize=True, which it knows nothing of: leave it out
+        ValueError: LaProp: a group has maximize=True, which LaProp does not have: leave it out
     """
     name = owner if isinstance(owner, str) else type(owner).__name__
     for key in _OF_OTHERS:
         if key not in known and group.get(key):
             raise ValueError(
-                f"{name}: a group has {key}={in_one_line(group[key])}, which it knows nothing of: "
+                f"{name}: a group has {key}={in_one_line(group[key])}, which {name} does not have: "
                 "leave it out"
             )
 

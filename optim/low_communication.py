@@ -171,7 +171,7 @@ def low_communication(
     if lr not in own_rates and None not in own_rates:
         warnings.warn(
             f"{where}: lr={lr:g} has no effect: every group has an lr of its own, {own_rates}, as "
-            "those of another optimizer have: set it there, or take theirs out",
+            "the groups of another optimizer have: set it in the groups, or remove theirs",
             stacklevel=2,
         )
     require_within(where, "bits_per_parameter", bits_per_parameter, "(0, inf)")
@@ -187,8 +187,8 @@ def low_communication(
         raise ValueError(f"{where}: the parameters are frozen (requires_grad=False)")
     if inner == "muon" and len(groups) > 1:
         raise ValueError(
-            f"{where}: inner='muon' makes its own groups, of hidden matrices and of the rest: give "
-            "model.named_parameters()"
+            f"{where}: inner='muon' makes its own groups, of hidden matrices and of all others: "
+            "give model.named_parameters()"
         )
     if inner == "muon" and all(name.isdecimal() for name in trained):
         raise ValueError(
@@ -209,9 +209,9 @@ def low_communication(
     )
     if total_steps is None and plan.local_steps > _SAFE:
         warnings.warn(
-            f"{where}: with {bits_per_parameter:g} bits per parameter and step an element waits "
-            f"for its turn {plan.local_steps / plan.density:.0f} steps in the mean; shorter "
-            "trainings can end worse than without exchange: give total_steps, which is checked",
+            f"{where}: with {bits_per_parameter:g} bits per parameter and step an element is sent "
+            f"once in {plan.local_steps / plan.density:.0f} steps in the mean; shorter trainings "
+            "can end worse than without exchange: give total_steps, to have this checked",
             stacklevel=2,
         )
     settings: Any = {
@@ -270,7 +270,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
         if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
             raise ValueError(
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
-                "of the gradient: here it is AdamW's, which wants another weight_decay"
+                "of the gradient: here decay is AdamW's. Remove it, and choose weight_decay anew"
             )
         left_out = ("decoupled_weight_decay", "param_names")
         own = {key: value for key, value in group.items() if key not in left_out}

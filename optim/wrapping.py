@@ -34,8 +34,8 @@ class WrappingOptimizer(SteppingOptimizer):
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 f"{type(self).__name__}: {type(inner).__name__} computes gradients several times "
-                "in a step, which is then none: take an inner optimizer of one gradient per step, "
-                "such as AdamW"
+                "in a step, where only one is possible: take an inner optimizer with one gradient "
+                "per step, such as AdamW"
             )
         self.inner = inner
         # Not Optimizer.__init__, which makes groups and a state.  All else an optimizer gets, too,

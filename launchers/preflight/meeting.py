@@ -128,7 +128,7 @@ class Meeting:
                         missing.remove(rank)
             except RuntimeError as error:
                 raise MeetingError(
-                    f"lost {self.member} 0, where all meet: its last message says why"
+                    f"lost {self.member} 0, which holds the store: its last message says why"
                 ) from error
             if not missing or time.monotonic() > deadline:
                 return heard, missing

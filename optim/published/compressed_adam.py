@@ -99,7 +99,7 @@ class CompressedAdam(FreezingOptimizer):
         )
         if not exchange.settings.exempts((len(self._parameters()),)):
             raise ValueError(
-                "CompressedAdam sends a number per parameter in one dimension, which its exchange "
+                "CompressedAdam sends a vector with one number per parameter, which its exchange "
                 "must not compress: leave min_ndim at 2"
             )
         self.scaled = scaled

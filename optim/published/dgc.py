@@ -92,8 +92,8 @@ class DGC(ExchangingOptimizer):
             )
         if not isinstance(exchange.compressor, TopK | RandomK):
             raise ValueError(
-                "DGC: the compressor must leave elements out (TopK, RandomK), or the momentum of "
-                f"all is cleared; got {exchange.compressor}"
+                "DGC: the compressor must leave elements out (TopK, RandomK), or every step clears "
+                f"all momenta; got {exchange.compressor}"
             )
         self.momentum = exchange.memory.momentum
         self.warmup_steps = warmup_steps

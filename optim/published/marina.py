@@ -107,7 +107,7 @@ class Marina(ExchangingOptimizer):
         if closure is None:
             raise ValueError(
                 "Marina: step() needs a closure that computes the gradients of one minibatch, "
-                "because it may do so at two points"
+                "because a step may need them at two points"
             )
         states = self._states("estimate")
         is_first = int(states[0]["step"]) == 0

@@ -123,7 +123,7 @@ class MicroAdam(ExchangingOptimizer):
         granularity = exchange.settings.granularity
         if not isinstance(exchange.compressor, TopK) or granularity != "parameter":
             raise ValueError(
-                "MicroAdam: its window holds the blocks of TopK, parameter by parameter; got "
+                "MicroAdam: the exchange must have TopK with granularity 'parameter', got "
                 f"{exchange.compressor} with granularity {granularity!r}"
             )
         if exchange.memory is not None and not isinstance(exchange.memory, ErrorFeedback):

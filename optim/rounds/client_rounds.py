@@ -49,7 +49,7 @@ class ClientRounds:
             if isinstance(error, GeneratorExit):
                 warn_program(
                     f"round {state.round_index} of clients was left before its end: the model and "
-                    "the clients are as before it. With zip(), let clients() come first",
+                    "the clients are as before this round. In zip(), pass clients() first",
                 )
             raise
         else:

@@ -412,7 +412,7 @@ class LocalRounds(WrappingOptimizer):
     def _require_own_model(self, call: str) -> None:
         if self.round_state.model.is_shown:
             raise ValueError(
-                f"{type(self).__name__}: {call} while the shared model is shown, to which the "
-                "gradients then belong: leave server_parameters(), or call model.train(), before "
-                "the training step"
+                f"{type(self).__name__}: {call} while the shared model is shown: the gradients are "
+                "not those of this rank's model. Leave server_parameters(), or call model.train(), "
+                "before the training step"
             )

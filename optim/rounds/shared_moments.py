@@ -27,7 +27,7 @@ def check_clients(owner: object, *, bound: str = "server", **hyperparameters: An
     """Raise ``ValueError`` for invalid hyperparameters of clients that share their moments."""
     check_hyperparameters(owner, **hyperparameters)
     if not hyperparameters["eps"] > 0:
-        raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts there")
+        raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts at eps")
     require_choice(owner, "bound", bound, ("server", "client"))
 
 

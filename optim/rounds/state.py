@@ -242,7 +242,7 @@ class RoundsState:
             ranks = self._exchange.transport.world_size
             raise ValueError(
                 f"{self._owner}: the clients' states of {len(states)} ranks cannot go on with "
-                f"{ranks}, or in other nodes: save the model, and begin the rounds anew"
+                f"{ranks} ranks, or in other nodes: save the model, and begin the rounds anew"
             )
         first = states[self._exchange.transport.rank % len(states)]
         self.load_state_dict(first, is_merging=True)
@@ -284,8 +284,8 @@ class RoundsState:
         rounds = state.get("rounds")
         if not isinstance(rounds, Mapping):
             raise ValueError(
-                f"{self._owner}: the state is not one of rounds: load a state that their "
-                "state_dict() returned"
+                f"{self._owner}: the state is not that of rounds of local steps: load a state that "
+                f"state_dict() of {self._owner} returned"
             )
         require_seal(rounds)
         check_whole(state)
@@ -296,8 +296,8 @@ class RoundsState:
         if saved != shapes:
             name = next(n for n in (*saved, *shapes) if saved.get(n) != shapes.get(n))
             raise ValueError(
-                f"{self._owner}: the state has other parameters than this model: it was saved with "
-                f"{len(saved)}, here are {len(shapes)}, and all names and shapes must be the same; "
+                f"{self._owner}: the state has other parameters than this model: it has "
+                f"{len(saved)}, the model {len(shapes)}; all names and shapes must be the same: "
                 f"{name!r} was {saved.get(name, 'absent')}, and is {shapes.get(name, 'absent')}"
             )
         return rounds, inner

@@ -274,7 +274,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (MicroAdam, {"window": 0}, "window must be an integer of at least 1"),
     (MicroAdam, {"bias_correction": "all"}, "bias_correction must be one of window, published"),
-    (MicroAdam, {"exchange": Exchange(SIGN, collective="sharded")}, "holds the blocks of TopK"),
+    (MicroAdam, {"exchange": Exchange(SIGN, collective="sharded")}, "must have TopK with gran"),
     (
         MicroAdam,
         {"exchange": Exchange(TopK(), None, "all_gather", granularity="bucket")},
@@ -356,7 +356,7 @@ def test_what_cannot_work_is_refused(kind: type, options: dict[str, Any], messag
     [
         ({"lr": -1.0}, "lr must not be negative"),
         ({"weight_decay": NAN}, "weight_decay must not be negative"),
-        ({"maximize": True}, "a group has maximize=True, which it knows nothing of"),
+        ({"maximize": True}, "a group has maximize=True, which .* does not have"),
     ],
 )
 def test_a_group_s_own_settings_are_checked(kind: type, own: Any, message: str) -> None:

@@ -68,8 +68,8 @@ class Tickets:
         if (known and turn not in known) or rows != turn.rows:
             raise PrivacyError(
                 f"the next drawn batch has {turn.rows} samples, and the batch that was passed has "
-                f"{rows} or is another one: use every drawn batch, whole and in order. An empty "
-                "one is a step, too; begin a new iteration to leave out the rest of this one"
+                f"{rows} or is another batch: use every drawn batch, whole and in order. An empty "
+                "batch is a step, too; begin a new iteration to leave out the rest of this one"
             )
         _mark(leaves, turn)
         return turn

@@ -185,8 +185,8 @@ class _Carry:
         if not torch.allclose(found[0], found[1], rtol=rtol, atol=0, equal_nan=True):
             raise ValueError(
                 "the forward pass keeps something of a sample that changes the loss of the next, "
-                "and no norm bounds what that may do. Look for tensors in ordinary attributes of "
-                "modules, which are written in one pass and read in another"
+                "and clipping does not bound this effect. Look for tensors in ordinary attributes "
+                "of modules, which are written in one pass and read in another"
             )
         return True
 

@@ -123,8 +123,8 @@ class GaussianMechanism(Settled, Unrepeatable):
         self.verdict = judge(self.scheme())
         if noise == "discrete" and place == "shares":
             raise PrivacyError(
-                "noise='discrete' with placement 'shares': the sum of discrete Gaussians is not "
-                "one. Valid instead: placement 'central', 'local' or 'aggregate', or "
+                "noise='discrete' with placement 'shares': the sum of discrete Gaussians is no "
+                "discrete Gaussian. Valid instead: placement 'central', 'local' or 'aggregate', or "
                 "noise='gaussian'"
             )
         if place == "central":
@@ -252,7 +252,7 @@ def require_nothing_remembered(exchange: Exchange) -> None:
     if state.get("memory") or state.get("server_memory"):
         raise PrivacyError(
             "the exchange has residuals, perhaps of gradients without noise, and would release "
-            "them: give a new Exchange. Load the checkpoint of a private one after make_private()"
+            "them: give a new Exchange. Load a private exchange's checkpoint after make_private()"
         )
 
 
@@ -276,6 +276,6 @@ def require_owners(exchange: Exchange) -> None:
     if "sharded" not in possible or exchange.settings.collective not in ("auto", "sharded"):
         raise ValueError(
             f"placement 'central' needs owners of shards, which {exchange.compressor} with "
-            f"collective={exchange.settings.collective!r} cannot have: leave that at 'auto', and "
-            "choose a compressor that is the same on all ranks"
+            f"collective={exchange.settings.collective!r} cannot have: leave collective at 'auto', "
+            "and choose a compressor that is the same on all ranks"
         )

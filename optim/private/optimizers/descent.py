@@ -280,8 +280,8 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
             self._observe()
         elif not self._is_observed:
             raise RuntimeError(
-                f"{type(self).__name__}: transform() was not called for this step, so p.grad is in "
-                "another space: let PrivacyEngine compute it"
+                f"{type(self).__name__}: transform() was not called for this step, so p.grad is "
+                "not scaled by it: train with PrivacyEngine, which calls it"
             )
         self._is_observed = False
 
@@ -336,9 +336,7 @@ def in_order(
     parameters, names = parameters_of(groups), names_of(groups)
     if isinstance(values, Mapping):
         if not all("param_names" in group for group in groups):
-            raise ValueError(
-                f"{owner}: {what} goes by names: pass model.named_parameters() as params"
-            )
+            raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
         for name in values:
             if name not in names:
                 raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")

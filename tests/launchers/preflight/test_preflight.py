@@ -100,7 +100,7 @@ def test_a_port_that_is_in_use_on_the_head_is_named() -> None:
         # torchrun in each of four tasks of srun, each on its own.
         (
             {"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": "4"},
-            "SLURM_NTASKS is 4, but only 1 rank has met: each process would train alone",
+            "SLURM_NTASKS is 4, but the process group has only 1 rank: each process would train",
         ),
         ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": "1"}, ""),
         (

@@ -126,7 +126,7 @@ def test_batches_have_their_turn() -> None:
     batches = forever(loader)
     next(batch for batch in batches if not len(batch[0]))
     drawn = next(batch for batch in batches if len(batch[0]))
-    with pytest.raises(PrivacyError, match="An empty one is a step, too"):
+    with pytest.raises(PrivacyError, match="An empty batch is a step, too"):
         optimizer.backward(drawn)
     for batch in loader:  # a new iteration leaves out what is left
         optimizer.backward(batch)

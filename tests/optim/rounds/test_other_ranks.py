@@ -157,7 +157,7 @@ def test_clients_stay_with_their_ranks() -> None:
         played.append({**state, "rounds": {**state["rounds"], "private": private}})
 
     def run(transport: Transport) -> None:
-        with pytest.raises(ValueError, match="states of 2 ranks cannot go on with 3, or in other"):
+        with pytest.raises(ValueError, match="of 2 ranks cannot go on with 3 ranks, or in other"):
             make(transport, (3, "auto", None), 32, 2).load_state_dicts(played)
 
     run_ranks(run, 3)
