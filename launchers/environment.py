@@ -201,7 +201,8 @@ or use the mpirun that mpi4py was built for
         return
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     raise RuntimeError(
-        f"{name} is {environment[name]}, but only {met} met: each process would train alone. Let "
+        f"{name} is {environment[name]}, but the process group has only "
+        f"{ranks}: each process would train alone. Let "
         "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "
         "mpirun that mpi4py was built for"
     )
