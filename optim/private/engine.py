@@ -465,9 +465,13 @@ class PrivacyEngine:
                         "step would exceed it. Stop here: nothing was released"
                     )
                 self._steps_left[event] -= 1
-            self._opened().record(event)
+            self._record(event)
 
         return enter
+
+    def _record(self, event: GaussianEvent) -> None:
+        """Enter a release into the ledger, which is opened at the first one."""
+        self._opened().record(event)
 
 
 def _dense_exchange() -> Exchange:
