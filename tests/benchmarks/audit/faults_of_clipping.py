@@ -24,7 +24,7 @@ class Clipper(PerSampleGradients):
     def _add_samples(self, gradients: Sequence[torch.Tensor]) -> None:
         if len(gradients[0]):
             type(self).add(self, [g.detach().float() for g in gradients])
-            self._count(len(gradients[0]), 0)
+            self._samples += len(gradients[0])
 
     def take(self) -> ClippedSum:
         self.steps += 1

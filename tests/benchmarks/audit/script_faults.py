@@ -215,7 +215,7 @@ FAULTS: dict[str, Script] = {
                 "def add(gradients):\n"
                 "    for total, g in zip(optimizer.gradients._sums, gradients):\n"
                 "        total.add_(g.detach().sum(0))\n"
-                "    optimizer.gradients._count(len(gradients[0]), 0)\n\n\n"
+                "    optimizer.gradients._samples += len(gradients[0])\n\n\n"
                 "optimizer.gradients._add_samples = add"
             )
         },

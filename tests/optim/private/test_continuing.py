@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 NOT_PRIVATE = "the state was not saved by private training"
-UNCOUNTED = "but the ledger has only"
+UNCOUNTED = "and the ledger has"
 
 
 def sparse() -> Exchange:
