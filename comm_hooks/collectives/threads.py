@@ -42,6 +42,7 @@ def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[
 
     Example::
 
+        >>> import torch
         >>> from comm_hooks import Exchange, Identity
         >>> from comm_hooks.collectives import run_ranks
         >>> def mean_of_ranks(transport):
