@@ -26,7 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Python compiles what it imports; pip would compile all that it installs, most of which nobody does.
 PIP_OPTIONS := --quiet --no-compile
 
-AREAS := frameworks deepspeed optim private core launchers benchmarks docs doctests
+# The longest first, so that none runs alone at the end.
+AREAS := core benchmarks deepspeed optim private frameworks launchers docs doctests
 
 .PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults third-party release-check clean
 
