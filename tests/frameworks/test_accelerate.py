@@ -53,6 +53,7 @@ def save_two_models_and_lose_files(folder: str) -> list[str]:
     return [str(w.message) for w in caught if "residuals start" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_every_model_has_files_and_lost_ones_are_warned_of(
     ranks_of: RanksOf, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_mpirun_after_a_preflight(tmp_path: Path) -> None:
     check_pair(tmp_path, ["0", "1"], ARGUMENTS[:2])
 
 
+@pytest.mark.slow
 def test_a_failed_preflight_ends_the_launch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

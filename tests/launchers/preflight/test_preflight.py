@@ -47,6 +47,7 @@ def test_one_node_alone_is_described() -> None:
     assert output.splitlines()[-1] == f"Passed: no problem was found ({counts})"
 
 
+@pytest.mark.slow
 def test_a_node_with_another_version_is_named_on_all_nodes(
     tmp_path: Path, ranks_of: Callable[[int], Ranks]
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_mean_of_senders_is_one() -> None:
     torch.testing.assert_close(out, 2 * torch.ones(1, CHUNK**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["sharded", "hierarchical"])
 def test_senders_are_counted_on_every_route(ranks_of: RanksOf, collective: str) -> None:
     options: dict[str, Any] = {"collective": collective}
