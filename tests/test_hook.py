@@ -546,3 +546,9 @@ def test_a_state_tells_where_the_loss_scale_comes_from() -> None:
     told = repr(CompressionState(TopK(), loss_scale=scaler.get_scale))
     assert told.startswith("CompressionState(TopK(")
     assert told.endswith(f"downlink=None, loss_scale={scaler.get_scale!r})")
+
+
+@pytest.mark.parametrize("named", [nn.Linear(2, 2).parameters(), 3, ["w"], {"w": torch.ones(2)}])
+def test_names_that_are_not_pairs_are_refused(named: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be what model.named_parameters\(\) returns, got"):
+        CompressionState(TopK(), named_parameters=named)

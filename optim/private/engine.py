@@ -175,6 +175,7 @@ class PrivacyEngine:
             opacus.detach(module)
         gradients = kind(module, loss_function, max_grad_norm, micro_batch_size=micro_batch_size)
         transport = exchange.transport
+        require_kind(self, "data_loader", data_loader, DataLoader)
         compare_datasets(data_loader.dataset, transport)
         loader = private_loader(
             data_loader, sample_rate, rank=transport.rank, world_size=transport.world_size

@@ -118,13 +118,7 @@ class CompressionState:
         self.loss_scale = loss_scale
         self.start_compression_step = start_compression_step
         self.exchange.agree_on({"start_compression_step": start_compression_step})
-        names = dict(named_parameters or ())
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                "CompressionState: named_parameters must be what model.named_parameters() returns, "
-                f"got {in_one_line(names)}"
-            )
-        self._names: dict[torch.Tensor, str] = {p: name for name, p in names.items()}
+        self._names = _by_parameter(named_parameters)
         self._known_names = set(self._names.values()) or None
         self.exchange.owner = self
         self._saved_buckets: list[list[str]] = []
@@ -266,6 +260,23 @@ class CompressionState:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
+
+
+def _by_parameter(
+    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> dict[torch.Tensor, str]:
+    """Return the names by parameter; raise ``ValueError`` for anything but pairs of them."""
+    pairs = [] if named is None else [*named] if isinstance(named, Iterable) else [named]
+    for pair in pairs:
+        match pair:
+            case (str(), torch.Tensor()):
+                pass
+            case _:
+                raise ValueError(
+                    "CompressionState: named_parameters must be what model.named_parameters() "
+                    f"returns, got {in_one_line(pair)}"
+                )
+    return {parameter: name for name, parameter in pairs}
 
 
 def compression_hook(

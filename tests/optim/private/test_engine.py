@@ -507,6 +507,7 @@ def test_no_secret_is_in_anything_that_is_saved() -> None:
         ({"placement": "rank_0"}, "place must be one of"),
         ({"grad_sample_mode": "magic"}, "grad_sample_mode must be one of"),
         ({"loss_function": None}, "loss_function must be callable, got None"),
+        ({"data_loader": [1, 2]}, "data_loader must be a DataLoader, got \\[1, 2\\]"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
