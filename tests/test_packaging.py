@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -47,8 +46,7 @@ def unpacked(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     )
     (archive,) = (folder / "checkout" / "out").iterdir()
     assert archive.name == f"comm_hooks-{comm_hooks.__version__}.tar.gz"
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
