@@ -56,6 +56,7 @@ def test_an_exploding_gradient_is_divergence() -> None:
         squared(Problem("flat", 64, noise=1.0), 100.0, 100)
 
 
+@pytest.mark.slow
 def test_more_clients_bring_less_noise() -> None:
     problem = Problem("power law", 256, noise=1.0)
     one, sixteen = (squared(problem, 0.3, 60, build=fed_lamb(n)).loss for n in (1, 16))

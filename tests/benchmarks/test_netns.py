@@ -9,6 +9,7 @@ import pytest
 from benchmarks.netns import why_not
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 def test_the_command_line() -> None:
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

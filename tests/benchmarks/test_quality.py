@@ -172,6 +172,7 @@ def test_methods_follow_the_schedule(tiny: Setting) -> None:
     assert perform(tiny, "all_reduce").loss != perform(steady, "all_reduce").loss
 
 
+@pytest.mark.slow
 def test_a_budget_that_a_setting_cannot_meet_costs_its_own_row_only(tmp_path: Path) -> None:
     setting = Setting("python", 2, 2, 1e-3)
     sizes = ["--tasks", "python", "--ranks", "2", "--batches", "2", "--tokens", "1e-3"]

@@ -72,6 +72,7 @@ def test_what_diverges_and_what_does_not_arrive() -> None:
     assert end.loss == 400 * (1 + end.error) > 400
 
 
+@pytest.mark.slow
 def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     small = ["--numels", "64,128", "--size", "32", "--limit", "60", "--tries", "2", "--seeds", "2"]
     small += ["--methods", "safl,marina"]

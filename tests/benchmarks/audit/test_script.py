@@ -48,6 +48,7 @@ def test_a_correct_script_is_not_accused_and_leaves_nothing_behind() -> None:
     assert max(changes) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_violation_on_the_command_line() -> None:
     with written(FAULTS["less noise than in the ledger"]) as path:
         result = run(path, "--steps", "8")

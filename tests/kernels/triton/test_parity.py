@@ -26,6 +26,7 @@ def drawn(data: st.DataObject, rows: int, numel: int) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(matrix.numpy())
 
 
+@pytest.mark.slow
 @few
 @given(data=st.data(), size=sizes, rows=counts_of_rows)
 def test_top_k(interpreted: Check, data: st.DataObject, size: int, rows: int) -> None:
