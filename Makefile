@@ -44,8 +44,8 @@ FILES_launchers := tests/launchers tests/faults tests/fuzz
 FILES_benchmarks := tests/benchmarks
 FILES_docs := tests/docs tests/examples
 FILES_doctests := --doctest-modules comm_hooks benchmarks
-# Half as many areas at once again as there are cores: many tests wait for ranks to start or time out.
-JOBS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() * 3 // 2)")
+# An area per core: three on two cores take a tenth longer than two.
+JOBS = $(shell $(BIN)/python -c "import os; print(os.cpu_count())")
 
 test: $(READY)
 	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) $(AREAS:%=test-%) lint

@@ -12,6 +12,7 @@ from benchmarks.studies.fed_lamb.methods import METHODS, Division, make_methods
 from tests.benchmarks.studying import NUMEL, digits, nothing
 
 
+@pytest.mark.slow
 def test_clients_send_their_second_moment_too_where_it_is_shared() -> None:
     division = Division("iid", [digits(6)])
     plan = Plan(2, 1, 8, 2, constant)

@@ -30,6 +30,7 @@ def curves(ranks: int, optimizer: str = "DP-SGD") -> dict[str, list[Point]]:
     return {m.name: m.run(m.spec({"lr": 0.01}, 0)).curve for m in compared}
 
 
+@pytest.mark.slow
 def test_all_schemes_cost_the_model_the_same_and_ranks_what_the_table_says() -> None:
     ends = {name: end_of(curve) for name, curve in curves(2).items()}
     assert set(ends) == set(SCHEMES)

@@ -26,6 +26,7 @@ def words() -> Words:
     return build(clients=40, seed=0, validation=0.1)
 
 
+@pytest.mark.slow
 def test_clients_have_neighbouring_verses_of_their_own(words: Words) -> None:
     task = words.task
     assert task.validation

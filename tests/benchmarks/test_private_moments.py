@@ -41,6 +41,7 @@ def is_as_in_theory(row: Row) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_moments_concentrate_as_in_theory() -> None:
     measured = rows()
     assert [(row.step, row.strength) for row in measured] == [

@@ -64,6 +64,7 @@ def test_every_method_arrives_with_messages_half_as_large(name: str) -> None:
     assert any(end.error <= 0.1 and end.loss == end.round for end in ends), ends
 
 
+@pytest.mark.slow
 def test_what_diverges_and_what_does_not_arrive() -> None:
     with pytest.raises(Diverged):
         descent("flat", 256, 64, 1e3)

@@ -172,6 +172,7 @@ def test_a_node_sends_what_the_model_says() -> None:
     assert waits("top-k 1/64, hierarchical") == pytest.approx(inside + payload / link, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     arguments = ["--ranks", "1,2", "--steps", "2", "--batch", "16", "--tuned-at", "2", "--quick"]
     few = ["--predicted-ranks", "8,16", "--gigabits", "1"]

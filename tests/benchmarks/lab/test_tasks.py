@@ -59,6 +59,7 @@ def test_it_learns(name: str, small: Callable[..., Task]) -> None:
     assert after["loss"] < before["loss"]
 
 
+@pytest.mark.slow
 def test_the_digits_resnet_learns(small: Callable[..., Task]) -> None:
     task = small("digits", clients=1, model="resnet")
     assert task.evaluate(train(task, 40))["error"] < 0.15

@@ -91,6 +91,7 @@ def test_pld_lasts_for_an_eighth_more_steps(sigma):
     assert 1.12 < steps / TABLE_8[sigma] < 1.15
 
 
+@pytest.mark.slow
 def test_shares_of_the_noise_and_a_nonlinear_compressor_per_rank():
     """What each of N messages costs: sigma / sqrt(N), whatever the sum of the noise is."""
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
