@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Python compiles what it imports; pip would compile all that it installs, most of which nobody does.
 PIP_OPTIONS := --quiet --no-compile
 
-# The longest first, so that none runs alone at the end.
+# The longest first, after lint, so that none runs alone at the end.
 AREAS := core benchmarks deepspeed optim private frameworks launchers docs doctests
 
 .PHONY: demo test $(AREAS:%=test-%) test-slow lint bench bench-gpu links docs quality studies fuzz soak predictions faults third-party release-check clean
@@ -48,7 +48,7 @@ FILES_doctests := --doctest-modules comm_hooks benchmarks
 JOBS = $(shell $(BIN)/python -c "import os; print(os.cpu_count())")
 
 test: $(READY)
-	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) $(AREAS:%=test-%) lint
+	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) lint $(AREAS:%=test-%)
 
 $(AREAS:%=test-%): test-%: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" $(FILES_$*)
