@@ -50,8 +50,12 @@ JOBS = $(shell $(BIN)/python -c "import os; print(os.cpu_count())")
 test: $(READY)
 	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) lint $(AREAS:%=test-%)
 
+test-slow: $(READY)
+	$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) TESTS=slow $(AREAS:%=test-%)
+
+TESTS := not slow
 $(AREAS:%=test-%): test-%: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow" $(FILES_$*)
+	$(BIN)/python -m pytest -q -m "$(TESTS)" $(FILES_$*)
 
 lint: $(READY)
 	$(BIN)/ruff check .
