@@ -55,8 +55,7 @@ class Exchange:
 
     Args:
         compressor: turns a parameter into a payload; or :class:`ExchangeSettings`, all settings.
-        memory, collective, seed: see :class:`ExchangeSettings`.  A memory belongs to one exchange;
-            to make several, give each a memory of its own, or all the same settings.
+        memory, collective, seed: see :class:`ExchangeSettings`.
         transport: connects the ranks; by default ``torch.distributed`` over ``process_group``.
         process_group: the group to average over; the default group if None.
         options: further settings of :class:`ExchangeSettings`, by name.
@@ -69,8 +68,7 @@ class Exchange:
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
     Raises:
-        ValueError: for a combination that cannot work, before anything is sent; if the memory
-            belongs to another exchange.
+        ValueError: for a combination that cannot work, before anything is sent.
         ConfigMismatchError: in the first round, if ranks are configured differently.
 
     Not supported: tensors that are complex, integer or sparse.
@@ -107,13 +105,11 @@ class Exchange:
                     "change them with dataclasses.replace()"
                 )
             settings = compressor
-            own_memory = settings.memory.fresh() if settings.memory else None
         else:
             settings = ExchangeSettings(compressor, memory, collective, seed, **options)  # type: ignore[arg-type]
-            own_memory = settings.memory
         if transport is not None:
             require_kind(self, "transport", transport, Transport)
-        self.state = ExchangeState(own_memory)
+        self.state = ExchangeState(settings.memory.fresh() if settings.memory else None)
         self.agreement = Agreement()
         self.settings = settings
         self._transport = transport
@@ -130,29 +126,6 @@ class Exchange:
         duplicate._traffic = copy.copy(self._traffic)
         duplicate._checks = PendingChecks()
         return duplicate
-
-    @classmethod
-    def of(
-        cls,
-        compressor: Compressor | str,
-        /,
-        *,
-        transport: Transport | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> Exchange:
-        """Return an exchange, given the compressor and the memory as names or as objects.
-
-        Args:
-            compressor, options: see :meth:`ExchangeSettings.of`.
-            transport, process_group: see :class:`Exchange`.
-
-        Raises:
-            ValueError: as :meth:`ExchangeSettings.of`.
-        """
-        settings = ExchangeSettings.of(compressor, **options)
-        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        return cls(**values, transport=transport, process_group=process_group)
 
     def __repr__(self) -> str:
         own = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)[1:]}

@@ -51,8 +51,8 @@ class ExchangeSettings:
     Args:
         compressor: turns a parameter into a payload.
         memory: keeps residuals between rounds; None to drop them; ``"auto"``: error feedback if the
-            compressor is biased.  Only the memory's settings are used: each exchange made from
-            these settings gets a memory of its own.
+            compressor is biased.  Only the memory's settings are used: each exchange has a memory
+            of its own (:attr:`Exchange.memory`).
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in

@@ -70,7 +70,7 @@ class ErrorFeedback(ResidualMemory):
         return f"ErrorFeedback(bits={self.bits}{decay}{stochastic})"
 
     def fresh(self) -> "ErrorFeedback":
-        return ErrorFeedback(self.bits, decay=self.decay, stochastic=self.stochastic)
+        return type(self)(self.bits, decay=self.decay, stochastic=self.stochastic)
 
     def for_server(self) -> "ErrorFeedback":
         return self.fresh()
