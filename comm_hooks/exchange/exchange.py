@@ -190,7 +190,7 @@ class Exchange:
         Args:
             settings: plain values by name, in addition to those of earlier calls.
         """
-        self.agreement.add(settings)
+        self.agreement.settings |= settings
 
     def config(self) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, as plain values."""
@@ -387,7 +387,9 @@ class Exchange:
             return  # parameters without elements
         route = self._route(bucket, compress, context.noise_hook)
         bucket.layout.load(tensors)
-        self._count(route, tensors)
+        ranks, nbytes = self.transport.world_size, sum(tensor.nbytes for tensor in tensors)
+        self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
+        self._traffic.between_nodes += route.traffic_between_nodes
         yield from route.reduce(context)
         bucket.layout.store(tensors)
 
@@ -495,12 +497,6 @@ class Exchange:
         bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
         return self._route(bucket, True, None).traffic
 
-    def _count(self, route: Route, tensors: Sequence[torch.Tensor]) -> None:
-        ranks = self.transport.world_size
-        uncompressed = sum(tensor.nbytes for tensor in tensors)
-        self.count_traffic(route.traffic, 2 * (ranks - 1) * uncompressed // ranks)
-        self._traffic.between_nodes += route.traffic_between_nodes
-
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add bytes sent, and the bytes of an uncompressed all-reduce, to :meth:`stats`."""
         self._traffic.sent += nbytes
@@ -525,7 +521,7 @@ class Exchange:
             "bytes_received": traffic.sent,
             **between,
             "bytes_uncompressed": traffic.uncompressed,
-            "compression_ratio": traffic.ratio,
+            "compression_ratio": traffic.uncompressed / traffic.sent if traffic.sent else 1.0,
             "residual_norm": self.state.residual_norm(),
         }
 

@@ -41,11 +41,6 @@ class Traffic:
     between_nodes: int = 0
     uncompressed: int = 0
 
-    @property
-    def ratio(self) -> float:
-        """The compression ratio, ``uncompressed`` over ``sent``; 1 if nothing was sent."""
-        return self.uncompressed / self.sent if self.sent else 1.0
-
 
 class Provenance(Protocol):
     """Describes the training that made a state, and decides which states may be loaded."""
