@@ -44,12 +44,7 @@ def merge_memories(
         _merge(states[place::count], memory, server_memory, widths, scale) for place in range(count)
     )
     shards = [memory.vectors(state, widths) for state in merged]
-    joined = {}
-    for key in dict.fromkeys(key for shard in shards for key in shard):
-        width, numel = (lengths[_parameter(key, memory)] for lengths in (widths, numels))
-        pieces = [shard.get(key, torch.zeros(width, dtype=torch.float32)) for shard in shards]
-        joined[key] = torch.cat(pieces)[:numel]
-    return memory.stored(joined)
+    return memory.stored(_joined(shards, memory, numels))
 
 
 def cut_memory(
@@ -88,15 +83,7 @@ def residuals_of_shards(
     # Rank j owned the j-th of as many equal ranges of each parameter.
     widths = shard_widths(numels, len(states))
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
-    return {
-        name: torch.cat(
-            [
-                shard[name] if name in shard else torch.zeros(widths[name], dtype=torch.float32)
-                for shard in shards
-            ]
-        )[: numels[name]]
-        for name in dict.fromkeys(name for shard in shards for name in shard)
-    }
+    return _joined(shards, server_memory, numels)
 
 
 def _merge(
@@ -108,6 +95,16 @@ def _merge(
 ) -> Vectors:
     of_shards = residuals_of_shards(states, server_memory, numels)
     return memory.merge([state["memory"] for state in states], of_shards, numels, scale=scale)
+
+
+def _joined(shards: Sequence[Vectors], memory: Memory, numels: Mapping[str, int]) -> Vectors:
+    """Return vectors, joined from those of their equal shards; a shard that lacks one is zero."""
+    joined = {}
+    for key in dict.fromkeys(key for shard in shards for key in shard):
+        numel = numels[_parameter(key, memory)]
+        empty = torch.zeros(shard_width(numel, len(shards)), dtype=torch.float32)
+        joined[key] = torch.cat([shard.get(key, empty) for shard in shards])[:numel]
+    return joined
 
 
 def _parameter(key: str, memory: Memory) -> str:
