@@ -4,38 +4,26 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, overload
+from typing import Any
 
-from comm_hooks.compressors import (
-    SRHT,
-    Cocktail,
-    Compressor,
-    CountSketch,
-    DCTTopK,
-    GaussianSketch,
-    Identity,
-    PermK,
-    Quantize,
-    RandomK,
-    Sign,
-    TopK,
-)
+from comm_hooks import compressors
+from comm_hooks.compressors import Compressor
 from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
 from comm_hooks.memory.error_feedback import fitting_memory
 from comm_hooks.requirements import in_one_line
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    "count_sketch": CountSketch,
-    "srht": SRHT,
-    "gaussian_sketch": GaussianSketch,
-    "topk": TopK,
-    "cocktail": Cocktail,
-    "dct_topk": DCTTopK,
-    "random_k": RandomK,
-    "perm_k": PermK,
-    "sign": Sign,
-    "quantize": Quantize,
-    "identity": Identity,
+    "count_sketch": compressors.CountSketch,
+    "srht": compressors.SRHT,
+    "gaussian_sketch": compressors.GaussianSketch,
+    "topk": compressors.TopK,
+    "cocktail": compressors.Cocktail,
+    "dct_topk": compressors.DCTTopK,
+    "random_k": compressors.RandomK,
+    "perm_k": compressors.PermK,
+    "sign": compressors.Sign,
+    "quantize": compressors.Quantize,
+    "identity": compressors.Identity,
 }
 
 MEMORIES: dict[str, type[Memory]] = {
@@ -122,14 +110,6 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-@overload
-def build(kind: Literal["compressor"], spec: object, **options: Any) -> Compressor: ...
-@overload
-def build(kind: Literal["downlink"], spec: object, **options: Any) -> Compressor | None: ...
-@overload
-def build(
-    kind: Literal["memory"], spec: object, *, compressor: Compressor, **options: Any
-) -> Memory | None: ...
 def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **options: Any) -> Any:
     """Return the compressor or memory of a specification; objects and None are returned as such.
 
@@ -149,7 +129,7 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
 
         >>> build("compressor", "topk:density=1/4", value_bits=1).density
         0.25
-        >>> build("memory", {"type": "error_feedback", "bits": 4}, compressor=TopK())
+        >>> build("memory", {"type": "error_feedback", "bits": 4}, compressor=compressors.TopK())
         ErrorFeedback(bits=4)
     """
     is_memory = kind == "memory"

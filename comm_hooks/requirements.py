@@ -55,12 +55,6 @@ def require_callable(owner: object, name: str, value: object, why: str = "") -> 
         _refuse(owner, name, "must be callable", value, why)
 
 
-def require_fraction(owner: object, name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]."""
-    if not is_number(value) or not 0 < value <= 1:
-        _refuse(owner, name, "is the fraction that is kept and must lie in (0, 1]", value)
-
-
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ``ValueError`` unless ``value`` equals one of ``choices`` and has its type.
 

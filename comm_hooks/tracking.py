@@ -79,7 +79,11 @@ class StatsLogger:
     def write(self, step: int, **metrics: float) -> None:
         """Write a record at any step; see :meth:`log`."""
         values = self.collect()
-        self._line = progress_line(values, step)
+        self._line = (
+            f"step {step:,}: {_bytes(values['sent_per_step'])} sent per step, "
+            f"1/{values['compression_ratio']:.3g} of uncompressed, "
+            f"residual {values['residual_norm']:.3g}"
+        )
         self._write({**metrics, **{self.prefix + k: v for k, v in values.items()}}, step)
 
     def collect(self) -> dict[str, float]:
@@ -94,15 +98,6 @@ class StatsLogger:
     def line(self) -> str:
         """Return the last record as one line, for a progress bar; empty before the first."""
         return self._line
-
-
-def progress_line(values: Mapping[str, float], step: int) -> str:
-    """Return the values of a record as one line of text."""
-    return (
-        f"step {step:,}: {_bytes(values['sent_per_step'])} sent per step, "
-        f"1/{values['compression_ratio']:.3g} of uncompressed, "
-        f"residual {values['residual_norm']:.3g}"
-    )
 
 
 def _bytes(number: float) -> str:

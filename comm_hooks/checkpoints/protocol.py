@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.model_parallel import gather_from_all
+
+if TYPE_CHECKING:
+    from comm_hooks.exchange import Exchange
 
 
 class RankState(Protocol):
@@ -28,24 +30,10 @@ class RankState(Protocol):
         """Restore the states of all former ranks, given in rank order, or raise ``ValueError``."""
 
 
-class SavedExchange(RankState, Protocol):
-    """The exchange of a :class:`RankState`: it knows the ranks that exchange."""
-
-    @property
-    def transport(self) -> Transport:
-        """The transport between the ranks that exchange."""
-
-    @property
-    def owner(self) -> Any:
-        """The optimizer or hook that uses the exchange, or None."""
-
-    def continues(self, states: Sequence[Mapping[str, Any]], /) -> bool:
-        """Return whether each rank can load the state that it saved itself."""
-
-
-def exchange_of(state: Any) -> Any:
+def exchange_of(state: Any) -> Exchange:
     """Return the exchange of a :class:`RankState`: its ``exchange``, or the object itself."""
-    return getattr(state, "exchange", state)
+    exchange: Exchange = getattr(state, "exchange", state)
+    return exchange
 
 
 def has_clients(state: Any) -> bool:
@@ -67,6 +55,6 @@ def gather_findings(state: RankState, finding: Any) -> list[Any]:
     Args:
         finding: the plain values of this rank.
     """
-    exchange: SavedExchange = exchange_of(state)
+    exchange = exchange_of(state)
     owner = state if hasattr(state, "model_parallel_groups") else exchange.owner
     return gather_from_all(exchange.transport, getattr(owner, "model_parallel_groups", ()), finding)

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks.checkpoints.protocol import (
-    RankState,
-    SavedExchange,
-    exchange_of,
-    gather_findings,
-    local_steps,
-)
+from comm_hooks.checkpoints.protocol import RankState, exchange_of, gather_findings, local_steps
 from comm_hooks.checkpoints.sealing import require_seal, sealed
 from comm_hooks.collectives.requests import AllGatherObject
 
@@ -76,7 +70,7 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
         ValueError: on all ranks alike, if entries are missing, damaged or of different checkpoints
             (then nothing is changed), or do not fit.
     """
-    exchange: SavedExchange = exchange_of(state)
+    exchange = exchange_of(state)
     transport = exchange.transport
     ranks = list(transport.ranks)
 

@@ -37,10 +37,6 @@ class Transport(ABC):
     def perform(self, request: Request) -> Any:
         """Run a collective, blocking, and return its reply: the result on this rank."""
 
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        """Start a collective and return a future of its reply; by default run it, blocking."""
-        return completed(self.perform(request))
-
     def compute_once(
         self, what: str, reply: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
@@ -78,24 +74,13 @@ class Transport(ABC):
     def run_async(
         self, round_: Round[Result], device: torch.device | None = None
     ) -> torch.futures.Future[Result]:
-        """Run a round up to its final request and return a future of its result.
-
-        Requests before the final one block the caller.  The arithmetic after the final reply runs
-        in the thread of the future's callback.
+        """Begin a round and return a future of its result; by default run the round, blocking.
 
         Args:
             round_: the round; on an accelerator it must return a tensor.
             device: the device of the round's tensors; None: the CPU.
         """
-        try:
-            request = next(round_)
-            while not request.final:
-                request = self.advance(round_, request)
-        except StopIteration as stop:
-            return completed(stop.value)
-        with record_function(SEND):
-            future = self.start(request)
-        return future.then(lambda done: finish(round_, done.value))
+        return completed(self.run(round_))
 
     def begin_round(self) -> int:
         """Begin a round and return its number, an argument of :meth:`report`."""
@@ -107,20 +92,6 @@ class Transport(ABC):
         Does nothing by default.
         """
         return
-
-
-def finish(round_: Round[Result], reply: Callable[[], Any]) -> Result:
-    """Send ``reply()`` into a round, or raise its error there; return the round's result."""
-    try:
-        try:
-            value = reply()
-        except Exception as error:
-            round_.throw(error)
-        else:
-            round_.send(value)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("a round made another request after its final one")
 
 
 def completed(value: Any) -> torch.futures.Future[Any]:

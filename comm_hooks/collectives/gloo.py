@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -79,7 +78,8 @@ class GlooRanks(Transport):
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
         if self.world_size == 1:
-            return _alone(request)
+            payload = request.payload
+            return payload[None] if isinstance(request, AllGather) else payload
         with self._explaining(request):
             return self._perform(request)
 
@@ -112,9 +112,3 @@ class GlooRanks(Transport):
                 self._explain,
             )
         return self._parts[group]
-
-
-def _alone(request: Request) -> torch.Tensor:
-    """Return the reply of a collective in a group of a single rank."""
-    payload: torch.Tensor = request.payload
-    return payload[None] if isinstance(request, AllGather) else payload

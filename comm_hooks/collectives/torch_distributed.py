@@ -25,7 +25,6 @@ from comm_hooks.collectives.requests import (
     Request,
     Result,
     Round,
-    ask,
     encoded,
     gather_objects,
 )
@@ -48,7 +47,7 @@ class TorchDistributed(Transport):
     (``comm_hooks.collectives.rings``), over connections of their own: the first exchange makes
     them, collectively, in about 10 ms.  All others use the collectives of ``torch.distributed``.
 
-    Rounds run concurrently with the caller (:meth:`run_async`):
+    Rounds that :meth:`run_async` begins run concurrently with the caller:
 
     * gloo: a thread runs them, one after the other, over connections of its own
       (:class:`~comm_hooks.collectives.worker.RoundWorker`);
@@ -174,37 +173,19 @@ class TorchDistributed(Transport):
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def start(self, request: Request) -> torch.futures.Future[Any]:
-        if self._goes_by_gloo(request):
-            return self.run_async(ask(request))
-        work, reply = self._issue(request, self._part(request.group))
-        return work.get_future().then(lambda done: self._checked(done, request, reply))
-
     def begin_round(self) -> int:
         return self._progress.begin()
 
     def report(self, error: BaseException, round_number: int) -> None:
         self._failures.report(error, round_number)
 
-    def _checked(
-        self, done: torch.futures.Future[Any], request: Request, reply: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the reply of a collective that has ended, or raise its error."""
-        try:
-            done.value()
-        except Exception as error:
-            raise self._failures.explain(error, request) from error
-        return reply
-
     def run_async(
         self, round_: Round[Result], device: torch.device | None = None
     ) -> torch.futures.Future[Result]:
         if device is not None and device.type != "cpu":
             return self._run_on_stream(round_, device)
-        if not self._is_gloo:
+        if not self._is_gloo or self.world_size == 1:
             return super().run_async(round_, device)
-        if self.world_size == 1:
-            return completed(self.run(round_))
         try:
             request = next(round_)
             # Comparisons block: the next bucket needs their result.

@@ -9,7 +9,7 @@ from torch import Tensor
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import TopK, require_selection
 from comm_hooks.randomness import Draw, stratified_indices
-from comm_hooks.requirements import require_fraction
+from comm_hooks.requirements import require_within
 from comm_hooks.transfers import to_device
 
 
@@ -58,7 +58,7 @@ class Cocktail(Compressor):
     block_size: int = 4096
 
     def __post_init__(self) -> None:
-        require_fraction(self, "mask", self.mask)
+        require_within(self, "mask", self.mask, "(0, 1]")
         require_selection(self, self.density, self.block_size, self.value_bits)
 
     unbiased = False

@@ -19,7 +19,7 @@ from comm_hooks.kernels.hadamard import hadamard
 from comm_hooks.kernels.pieces import Blocks, cut
 from comm_hooks.kernels.random_signs import multiply_signs_
 from comm_hooks.randomness import Draw, Keys, fork, stratified_indices
-from comm_hooks.requirements import require_fraction, require_positive
+from comm_hooks.requirements import require_positive, require_within
 from comm_hooks.transfers import to_device
 
 
@@ -40,7 +40,7 @@ class _Sketch(Compressor):
     granularity = "bucket"
 
     def __post_init__(self) -> None:
-        require_fraction(self, "ratio", self.ratio)
+        require_within(self, "ratio", self.ratio, "(0, 1]")
 
     def width(self, numel: int) -> int:
         """Return b, the number of float32 values of a sketch of ``numel`` elements."""

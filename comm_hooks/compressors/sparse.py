@@ -17,7 +17,6 @@ from comm_hooks.randomness import Draw, Keys, as_array, fork, random_below, stra
 from comm_hooks.requirements import (
     require_choice,
     require_flag,
-    require_fraction,
     require_positive,
     require_within,
 )
@@ -186,7 +185,7 @@ def _in_rows(
 
 def require_selection(owner: object, density: float, block_size: int, value_bits: int) -> None:
     """Raise ``ValueError`` unless these are valid arguments of :class:`TopK`."""
-    require_fraction(owner, "density", density)
+    require_within(owner, "density", density, "(0, 1]")
     require_positive(owner, "block_size", block_size)
     if block_size > MAX_BLOCK_SIZE:
         raise ValueError(
@@ -222,7 +221,7 @@ class RandomK(Compressor):
     linear = True
 
     def __post_init__(self) -> None:
-        require_fraction(self, "density", self.density)
+        require_within(self, "density", self.density, "(0, 1]")
         require_flag(self, "unbiased", self.unbiased)
 
     @property

@@ -62,18 +62,23 @@ class Agreement:
         # Weak: an owner has its exchange, and a circle would keep ledgers and memories alive.
         self._owner = weakref.ref(owner) if owner else None
 
-    def add(self, settings: Mapping[str, Any]) -> None:
-        """Add settings, plain values by name, that must be equal on all ranks."""
-        self.settings |= settings
-
     def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
         """Return a round that compares the settings of all ranks.
 
         Args:
             config: the settings of this rank.
             ranks: the global ranks of all members.
+
+        Raises:
+            ConfigMismatchError: on all ranks, naming the settings that differ, and the ranks.
+            PeerError: on all ranks, if some of them are about to compare something else.
         """
-        yield from compare_settings(config, self.owner, ranks)
+        own = dict(config)
+        if (owner := self.owner) is not None:
+            own |= owner.hyperparameters()
+            if replica := owner.replica():
+                own["checksum of the initial model"] = int(fingerprint(replica))
+        check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)), ranks)
         self.reached = True
 
     def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
@@ -119,23 +124,6 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if is_plain and key not in ("params", "param_names"):
                 found[f"{key}{where}"] = value
     return found
-
-
-def compare_settings(
-    settings: Mapping[str, Any], owner: Owner | None, ranks: Sequence[int]
-) -> Round[None]:
-    """Return a round that compares the settings of all ranks.
-
-    Raises:
-        ConfigMismatchError: on all ranks, naming the settings that differ, and the ranks.
-        PeerError: on all ranks, if some of them are about to compare something else.
-    """
-    own = dict(settings)
-    if owner is not None:
-        own |= owner.hyperparameters()
-        if replica := owner.replica():
-            own["checksum of the initial model"] = int(fingerprint(replica))
-    check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)), ranks)
 
 
 def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[None]:

@@ -55,8 +55,7 @@ class Exchange:
 
     Args:
         compressor: turns a parameter into a payload; or :class:`ExchangeSettings`, all settings.
-        memory, collective, seed: see :class:`ExchangeSettings`.  A memory belongs to one exchange;
-            to make several, give each a memory of its own, or all the same settings.
+        memory, collective, seed: see :class:`ExchangeSettings`.
         transport: connects the ranks; by default ``torch.distributed`` over ``process_group``.
         process_group: the group to average over; the default group if None.
         options: further settings of :class:`ExchangeSettings`, by name.
@@ -69,8 +68,7 @@ class Exchange:
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
     Raises:
-        ValueError: for a combination that cannot work, before anything is sent; if the memory
-            belongs to another exchange.
+        ValueError: for a combination that cannot work, before anything is sent.
         ConfigMismatchError: in the first round, if ranks are configured differently.
 
     Not supported: tensors that are complex, integer or sparse.
@@ -107,13 +105,11 @@ class Exchange:
                     "change them with dataclasses.replace()"
                 )
             settings = compressor
-            own_memory = settings.memory.fresh() if settings.memory else None
         else:
             settings = ExchangeSettings(compressor, memory, collective, seed, **options)  # type: ignore[arg-type]
-            own_memory = settings.memory
         if transport is not None:
             require_kind(self, "transport", transport, Transport)
-        self.state = ExchangeState(own_memory)
+        self.state = ExchangeState(settings.memory.fresh() if settings.memory else None)
         self.agreement = Agreement()
         self.settings = settings
         self._transport = transport
@@ -130,29 +126,6 @@ class Exchange:
         duplicate._traffic = copy.copy(self._traffic)
         duplicate._checks = PendingChecks()
         return duplicate
-
-    @classmethod
-    def of(
-        cls,
-        compressor: Compressor | str,
-        /,
-        *,
-        transport: Transport | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> Exchange:
-        """Return an exchange, given the compressor and the memory as names or as objects.
-
-        Args:
-            compressor, options: see :meth:`ExchangeSettings.of`.
-            transport, process_group: see :class:`Exchange`.
-
-        Raises:
-            ValueError: as :meth:`ExchangeSettings.of`.
-        """
-        settings = ExchangeSettings.of(compressor, **options)
-        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        return cls(**values, transport=transport, process_group=process_group)
 
     def __repr__(self) -> str:
         own = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)[1:]}
@@ -217,7 +190,7 @@ class Exchange:
         Args:
             settings: plain values by name, in addition to those of earlier calls.
         """
-        self.agreement.add(settings)
+        self.agreement.settings |= settings
 
     def config(self) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, as plain values."""
@@ -414,7 +387,9 @@ class Exchange:
             return  # parameters without elements
         route = self._route(bucket, compress, context.noise_hook)
         bucket.layout.load(tensors)
-        self._count(route, tensors)
+        ranks, nbytes = self.transport.world_size, sum(tensor.nbytes for tensor in tensors)
+        self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
+        self._traffic.between_nodes += route.traffic_between_nodes
         yield from route.reduce(context)
         bucket.layout.store(tensors)
 
@@ -522,12 +497,6 @@ class Exchange:
         bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
         return self._route(bucket, True, None).traffic
 
-    def _count(self, route: Route, tensors: Sequence[torch.Tensor]) -> None:
-        ranks = self.transport.world_size
-        uncompressed = sum(tensor.nbytes for tensor in tensors)
-        self.count_traffic(route.traffic, 2 * (ranks - 1) * uncompressed // ranks)
-        self._traffic.between_nodes += route.traffic_between_nodes
-
     def count_traffic(self, nbytes: int, uncompressed: int) -> None:
         """Add bytes sent, and the bytes of an uncompressed all-reduce, to :meth:`stats`."""
         self._traffic.sent += nbytes
@@ -552,7 +521,7 @@ class Exchange:
             "bytes_received": traffic.sent,
             **between,
             "bytes_uncompressed": traffic.uncompressed,
-            "compression_ratio": traffic.ratio,
+            "compression_ratio": traffic.uncompressed / traffic.sent if traffic.sent else 1.0,
             "residual_norm": self.state.residual_norm(),
         }
 

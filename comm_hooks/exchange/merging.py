@@ -6,7 +6,7 @@ import torch
 
 from comm_hooks.exchange.saved_state import State
 from comm_hooks.exchange.shards import shard_width
-from comm_hooks.memory.base import Memory, ResidualMemory
+from comm_hooks.memory.base import Memory
 
 Vectors = dict[str, torch.Tensor]
 
@@ -22,7 +22,7 @@ def shard_widths(numels: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def merge_memories(
-    states: Sequence[State], memory: Memory, server_memory: ResidualMemory, scale: float
+    states: Sequence[State], memory: Memory, server_memory: Memory, scale: float
 ) -> Vectors:
     """Return the merged state of all former ranks' memories, with which every new rank starts.
 
@@ -40,18 +40,11 @@ def merge_memories(
         return _merge(states, memory, server_memory, numels, scale)
     # Ranks at the same place in their node have the same shard of each parameter.
     widths = shard_widths(numels, count)
-    shards = [
-        _as_floats(
-            _merge(states[place::count], memory, server_memory, widths, scale), memory, widths
-        )
-        for place in range(count)
-    ]
-    joined = {}
-    for key in dict.fromkeys(key for shard in shards for key in shard):
-        width, numel = (lengths[_parameter(key, memory)] for lengths in (widths, numels))
-        pieces = [shard.get(key, torch.zeros(width, dtype=torch.float32)) for shard in shards]
-        joined[key] = torch.cat(pieces)[:numel]
-    return _from_floats(joined, memory, numels)
+    merged = (
+        _merge(states[place::count], memory, server_memory, widths, scale) for place in range(count)
+    )
+    shards = [memory.vectors(state, widths) for state in merged]
+    return memory.stored(_joined(shards, memory, numels))
 
 
 def cut_memory(
@@ -72,9 +65,9 @@ def cut_memory(
     widths = shard_widths(numels, ranks_per_node)
     cut = {
         key: cut_shard(row, place, widths[_parameter(key, memory)])
-        for key, row in _as_floats(state, memory, numels).items()
+        for key, row in memory.vectors(state, numels).items()
     }
-    return _from_floats(cut, memory, widths)
+    return memory.stored(cut)
 
 
 def cut_shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
@@ -84,27 +77,19 @@ def cut_shard(vector: torch.Tensor, place: int, width: int) -> torch.Tensor:
 
 
 def residuals_of_shards(
-    states: Sequence[State], server_memory: ResidualMemory, numels: Mapping[str, int]
+    states: Sequence[State], server_memory: Memory, numels: Mapping[str, int]
 ) -> Vectors:
     """Return each parameter's residual, (numel,), float32, joined from those of its shards."""
     # Rank j owned the j-th of as many equal ranges of each parameter.
     widths = shard_widths(numels, len(states))
     shards = [server_memory.vectors(state["server_memory"], widths) for state in states]
-    return {
-        name: torch.cat(
-            [
-                shard[name] if name in shard else torch.zeros(widths[name], dtype=torch.float32)
-                for shard in shards
-            ]
-        )[: numels[name]]
-        for name in dict.fromkeys(name for shard in shards for name in shard)
-    }
+    return _joined(shards, server_memory, numels)
 
 
 def _merge(
     states: Sequence[State],
     memory: Memory,
-    server_memory: ResidualMemory,
+    server_memory: Memory,
     numels: Mapping[str, int],
     scale: float,
 ) -> Vectors:
@@ -112,18 +97,16 @@ def _merge(
     return memory.merge([state["memory"] for state in states], of_shards, numels, scale=scale)
 
 
+def _joined(shards: Sequence[Vectors], memory: Memory, numels: Mapping[str, int]) -> Vectors:
+    """Return vectors, joined from those of their equal shards; a shard that lacks one is zero."""
+    joined = {}
+    for key in dict.fromkeys(key for shard in shards for key in shard):
+        numel = numels[_parameter(key, memory)]
+        empty = torch.zeros(shard_width(numel, len(shards)), dtype=torch.float32)
+        joined[key] = torch.cat([shard.get(key, empty) for shard in shards])[:numel]
+    return joined
+
+
 def _parameter(key: str, memory: Memory) -> str:
     (name,) = memory.parameters_in({key: torch.empty(0, dtype=torch.float32)})
     return name
-
-
-def _as_floats(
-    state: Mapping[str, torch.Tensor], memory: Memory, numels: Mapping[str, int]
-) -> Vectors:
-    """Return the vectors of a memory's state in float32, one number per parameter element."""
-    return memory.vectors(state, numels) if isinstance(memory, ResidualMemory) else dict(state)
-
-
-def _from_floats(rows: Vectors, memory: Memory, numels: Mapping[str, int]) -> Vectors:
-    """Return float32 vectors in the format of the memory's state: undo :func:`_as_floats`."""
-    return memory.merge([], rows, numels) if isinstance(memory, ResidualMemory) else rows

@@ -51,8 +51,8 @@ class ExchangeSettings:
     Args:
         compressor: turns a parameter into a payload.
         memory: keeps residuals between rounds; None to drop them; ``"auto"``: error feedback if the
-            compressor is biased.  Only the memory's settings are used: each exchange made from
-            these settings gets a memory of its own.
+            compressor is biased.  Only the memory's settings are used: each exchange has a memory
+            of its own (:attr:`Exchange.memory`).
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
@@ -195,18 +195,14 @@ class ExchangeSettings:
             raise _SettingError(
                 unknown(kind, strangers[0], ["compressor", *own, *settings]), strangers[0]
             )
-        if isinstance(compressor, str):
-            compressor = build("compressor", compressor, **_only(own, options))
-        try:
-            memory = build("memory", options.get("memory", "auto"), compressor=compressor)
-        except ValueError as error:
-            raise _SettingError(str(error), "memory") from None
-        try:
-            downlink = build("downlink", options.get("downlink"))
-        except ValueError as error:
-            raise _SettingError(str(error), "downlink") from None
-        named = {"memory": memory, "downlink": downlink}
-        return cls(compressor, **{**_only(settings, options), **named})
+        made: Compressor = build("compressor", compressor, **_only(own, options))
+        named = {"memory": options.get("memory", "auto"), "downlink": options.get("downlink")}
+        for name, spec in named.items():
+            try:
+                named[name] = build(name, spec, compressor=made)
+            except ValueError as error:
+                raise _SettingError(str(error), name) from None
+        return cls(made, **{**_only(settings, options), **named})
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any], *, path: str = "comm_hooks") -> ExchangeSettings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,11 +41,6 @@ class Traffic:
     between_nodes: int = 0
     uncompressed: int = 0
 
-    @property
-    def ratio(self) -> float:
-        """The compression ratio, ``uncompressed`` over ``sent``; 1 if nothing was sent."""
-        return self.uncompressed / self.sent if self.sent else 1.0
-
 
 class Provenance(Protocol):
     """Describes the training that made a state, and decides which states may be loaded."""
@@ -77,14 +71,9 @@ class ExchangeState:
         only_shards: whether the owners of shards hold all residuals; set by private training.
         is_of_sums: whether the receiver turns means into sums over ranks: on another number of
             ranks the sum of the residuals is kept, not their mean.
-
-    Raises:
-        ValueError: if the memory belongs to another exchange.
     """
 
     def __init__(self, memory: Memory | None) -> None:
-        if memory:
-            _take(memory, self)
         self.memory = memory
         self.server_memory = memory.for_server() if memory else None
         self.numels: dict[str, int] = {}
@@ -199,22 +188,3 @@ class ExchangeState:
         # In place: the buckets add to the same dictionary.
         self.numels.clear()
         self.numels.update(numels)
-
-
-_user_of: weakref.WeakKeyDictionary[Memory, weakref.ref[ExchangeState]]
-_user_of = weakref.WeakKeyDictionary()
-
-
-def _take(memory: Memory, state: ExchangeState) -> None:
-    """Record that a memory belongs to a state: two exchanges would mix their residuals in it.
-
-    Raises:
-        ValueError: if the memory belongs to another exchange.
-    """
-    user = _user_of.get(memory)
-    if user is not None and user() not in (None, state):
-        raise ValueError(
-            f"Exchange: this {type(memory).__name__} belongs to another exchange: give each "
-            "exchange a memory of its own, or make all from the same ExchangeSettings"
-        )
-    _user_of[memory] = weakref.ref(state)

@@ -50,8 +50,11 @@ class Memory(ABC):
         return duplicate
 
     @abstractmethod
-    def for_server(self) -> "ResidualMemory":
-        """Return an empty memory for the owner of a shard, which compresses the mean again."""
+    def for_server(self) -> "Memory":
+        """Return an empty memory for the owner of a shard, which compresses the mean again.
+
+        It has one row per parameter: the residual.
+        """
 
     @abstractmethod
     def __repr__(self) -> str:
@@ -190,23 +193,31 @@ class Memory(ABC):
         """
         total: dict[str, Tensor] = {}
         for state in states:
-            for name, row in self._vectors(state, numels).items():
+            for name, row in self.vectors(state, numels).items():
                 total[name] = total[name] + row if name in total else row
         mean = {name: row * (scale / len(states)) for name, row in total.items()}
         for name, row in of_shards.items():
             stored = self._last + name
             rest = self._owed * scale * row
             mean[stored] = mean[stored] + rest if stored in mean else rest
-        return {name: self._encode(row[None], (0,))[0] for name, row in mean.items()}
+        return self.stored(mean)
 
-    def _vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Check a saved state and return its rows as decoded vectors (numel,), float32."""
+    def vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the rows of a saved state as vectors (numel,), float32.
+
+        Raises:
+            ValueError: as :meth:`check`.
+        """
         self.check(state, numels)
         return {
             prefix + name: self._decode(row[None], numels[name])[0]
             for prefix in self._stores
             for name, row in _under(prefix, state).items()
         }
+
+    def stored(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return vectors, as of :meth:`vectors`, as the rows of a saved state."""
+        return {name: self._encode(vector[None], (0,))[0] for name, vector in vectors.items()}
 
     def _empty(self, matrix: Tensor) -> Tensor:
         """Return the initial stored rows, encoded zeros, for vectors like ``matrix`` (n, numel)."""
@@ -223,18 +234,6 @@ class Memory(ABC):
     def _decode(self, stored: Tensor, numel: int) -> Tensor:
         """Return stored rows as vectors (n, numel), float32, which may share their memory."""
         return stored.float()
-
-
-class ResidualMemory(Memory):
-    """A memory of residuals alone, without momenta or estimates, as owners of shards have."""
-
-    def vectors(self, state: Mapping[str, Tensor], numels: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the residuals in a saved state as vectors (numel,), float32.
-
-        Raises:
-            ValueError: as :meth:`check`.
-        """
-        return self._vectors(state, numels)
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.quantize import Quantize
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.memory.base import ResidualMemory
+from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows, replace_
 from comm_hooks.randomness import Draw, Keys, derive_keys
 from comm_hooks.requirements import require_choice, require_flag, require_within
@@ -20,7 +20,7 @@ def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
     return ErrorFeedback() if compressor.bounds_residuals and not compressor.unbiased else None
 
 
-class ErrorFeedback(ResidualMemory):
+class ErrorFeedback(Memory):
     """Keeps the compression error of every parameter and adds it to the next vector.
 
     Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.  Per round and parameter:
@@ -70,7 +70,7 @@ class ErrorFeedback(ResidualMemory):
         return f"ErrorFeedback(bits={self.bits}{decay}{stochastic})"
 
     def fresh(self) -> "ErrorFeedback":
-        return ErrorFeedback(self.bits, decay=self.decay, stochastic=self.stochastic)
+        return type(self)(self.bits, decay=self.decay, stochastic=self.stochastic)
 
     def for_server(self) -> "ErrorFeedback":
         return self.fresh()

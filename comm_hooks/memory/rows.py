@@ -69,11 +69,7 @@ class NamedRows:
 
     def items(self) -> Iterator[tuple[str, Tensor, int]]:
         """Yield (name, stored row, number of elements) of each parameter with known size."""
-        return (
-            (name, row, self._numels[name])
-            for name, row in self._rows.items()
-            if name in self._numels
-        )
+        return ((name, self._rows[name], numel) for name, numel in self._numels.items())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of each stored row, on the CPU, by parameter name."""

@@ -13,7 +13,7 @@ from comm_hooks.optim.base import Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import decay_, momentum_, zeros
 from comm_hooks.randomness import derive_key, fork_all
-from comm_hooks.requirements import require_flag, require_fraction, require_positive, require_within
+from comm_hooks.requirements import require_flag, require_positive, require_within
 
 # Far more than a median needs; each takes as much memory as a sketch of one.
 _MOST_ROWS = 1000
@@ -97,7 +97,7 @@ class FetchSGD(ExchangingOptimizer):
         masking: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        require_fraction(self, "density", density)
+        require_within(self, "density", density, "(0, 1]")
         require_positive(self, "rows", rows)
         require_within(self, "rows", rows, f"[1, {_MOST_ROWS}]")
         require_flag(self, "masking", masking)

@@ -16,7 +16,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
-from comm_hooks.requirements import require_fraction, require_integer, require_positive
+from comm_hooks.requirements import require_integer, require_positive, require_within
 from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]
@@ -214,7 +214,7 @@ class Participation(ClientSampling):
 
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
-        require_fraction(self, "fraction", self.fraction)
+        require_within(self, "fraction", self.fraction, "(0, 1]")
         require_integer(self, "seed", self.seed)
 
     def draw(self, round_index: int) -> list[int]:

@@ -69,7 +69,7 @@ OF_STUDIES: dict[str, list[tuple[list[str], str]]] = {
     "scale": [
         (["--only", "predict"], "did you mean 'predicted'?"),
         (["--ranks", "2,3", "--batch", "64"], "--batch 64 cannot be divided over 3 ranks"),
-        (["--density", "2"], "density is the fraction that is kept"),
+        (["--density", "2"], "density must lie in"),
         (["--predicted-ranks", "8,12"], "give multiples of 8, got 12"),
         (["--gigabits", "0"], "--gigabits: must be positive, got 0"),
     ],

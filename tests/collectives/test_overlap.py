@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
 from comm_hooks.collectives import Simulated, TorchDistributed, worker
-from comm_hooks.collectives.requests import AllGather, AllToAll, Round
+from comm_hooks.collectives.requests import AllGather, AllToAll, Round, ask
 from comm_hooks.exchange.layout import Segment
 from tests.ranks import RanksOf
 
@@ -213,7 +213,7 @@ def connect_at_once() -> list[list[int]]:
     rows = torch.full((2, 4), transport.rank, dtype=torch.uint8)
     finish = worker._finish
     with mock.patch.object(worker, "_finish", late):
-        beside = transport.start(AllToAll(rows))
+        beside = transport.run_async(ask(AllToAll(rows)))
         time.sleep(0.2 * (1 - transport.rank))
         gathered = transport.perform(AllGather(rows[0]))
         return [gathered[:, 0].tolist(), beside.wait()[:, 0].tolist()]
@@ -231,7 +231,9 @@ def ends_with_its_transport() -> tuple[int, int]:
     gc.collect()
     before = len(threads_of_rounds())
     transport = TorchDistributed()
-    transport.start(AllToAll(torch.zeros(dist.get_world_size(), 4, dtype=torch.uint8))).wait()
+    transport.run_async(
+        ask(AllToAll(torch.zeros(dist.get_world_size(), 4, dtype=torch.uint8)))
+    ).wait()
     during = len(threads_of_rounds())
     del transport
     gc.collect()
@@ -249,7 +251,9 @@ def test_the_thread_ends_with_its_transport(ranks_of: RanksOf) -> None:
 def timeout_of_thread() -> list[timedelta]:
     group = dist.new_group(timeout=timedelta(seconds=1234))
     transport = TorchDistributed(group)
-    transport.start(AllToAll(torch.zeros(dist.get_world_size(), 4, dtype=torch.uint8))).wait()
+    transport.run_async(
+        ask(AllToAll(torch.zeros(dist.get_world_size(), 4, dtype=torch.uint8)))
+    ).wait()
     beside = transport._gloo_ranks()
     timeouts = [group._get_backend(CPU).options._timeout, beside._rings._context.options._timeout]
     dist.barrier()  # nobody leaves while others are still connecting
@@ -266,7 +270,7 @@ import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from comm_hooks import register
-from comm_hooks.collectives.requests import AllToAll
+from comm_hooks.collectives.requests import AllToAll, ask
 
 def train(folder, life, rank):
     dist.init_process_group("gloo", init_method=f"file://{folder}/{life}", rank=rank, world_size=2)
@@ -283,7 +287,7 @@ def main(rank, folder):
     child = os.fork()
     if not child:
         try:
-            state.exchange.transport.start(AllToAll(torch.zeros(2, 4, dtype=torch.uint8)))
+            state.exchange.transport.run_async(ask(AllToAll(torch.zeros(2, 4, dtype=torch.uint8))))
         except RuntimeError as error:
             state.exchange.transport._worker = None  # what ends the thread has none to end
             gc.collect()
@@ -322,7 +326,7 @@ def start_pairs() -> list[bool]:
     correct = []
     for size in (1, 7, 1 << 20):
         payload = torch.full((size,), transport.rank + 1, dtype=torch.uint8)
-        reply = transport.start(AllGather(payload)).wait()
+        reply = transport.run_async(ask(AllGather(payload))).wait()
         correct.append(bool((reply == torch.tensor([[1], [2]])).all()) and len(reply[0]) == size)
     return correct
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Sign
 from comm_hooks.collectives import TorchDistributed, Transport, run_ranks
-from comm_hooks.collectives.requests import AllGather, AllReduce, Request
+from comm_hooks.collectives.requests import AllGather, AllReduce, Request, ask
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
 from comm_hooks.optim.rounds.algorithms import SAFL
 from tests.ranks import RanksOf
@@ -81,7 +81,7 @@ def test_ranks_take_turns() -> None:
 
 def test_futures_hold_the_reply() -> None:
     def rank(transport: Transport) -> torch.Tensor:
-        return transport.start(AllReduce(torch.tensor([float(transport.rank)]))).wait()
+        return transport.run_async(ask(AllReduce(torch.tensor([float(transport.rank)])))).wait()
 
     assert run_ranks(rank, 4) == [torch.tensor([6.0])] * 4
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from comm_hooks import ErrorFeedback, Exchange, Sign, TopK
 from comm_hooks.collectives import Simulated, TorchDistributed
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Group, Request, ask
 from tests.ranks import RanksOf
 
 
@@ -40,7 +40,7 @@ def replies(asynchronous: bool, in_subgroup: bool, part: Group | None) -> list[t
     assert transport.rank == dist.get_rank() - in_subgroup
     own = requests(transport.rank, transport.world_size, part)
     if asynchronous:
-        return [transport.start(request).wait() for request in own]
+        return [transport.run_async(ask(request)).wait() for request in own]
     return [transport.perform(request) for request in own]
 
 

@@ -313,7 +313,7 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
         "fsdp": "not with FSDPStrategy: see comm_hooks.frameworks.fsdp",
         "hook": "DDPStrategy(ddp_comm_hook=...) and CompressionCallback each register a hook",
         "static_graph": "static_graph=True: the first backward pass must not be under no_sync()",
-        "density": "TopK: density is the fraction that is kept",
+        "density": "TopK: density must lie in",
         "option": "unknown setting with topk 'densty': did you mean 'density'?",
         "finder": "LearningRateFinder trains before anything is registered",
     }

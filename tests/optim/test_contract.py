@@ -297,7 +297,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (DGC, {"exchange": Exchange(TopK())}, "memory must be MomentumCorrection"),
     (DGC, {"exchange": Exchange(TopK(), ErrorFeedback())}, "memory must be MomentumCorrection"),
     (DGC, {"exchange": Exchange(SIGN, MomentumCorrection())}, "must leave elements out"),
-    (FetchSGD, {"density": 0.0}, "density is the fraction that is kept"),
+    (FetchSGD, {"density": 0.0}, "density must lie in"),
     (FetchSGD, {"rows": 0}, "rows must be an integer of at least 1"),
     (FetchSGD, {"rows": 1}, "a Count-Sketch of one row, whatever its ratio, cannot tell"),
     *(

@@ -5,7 +5,7 @@ times slower and shared by all ranks of a node.  So vectors are first averaged i
 only the means of nodes are compressed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -84,44 +84,31 @@ class Hierarchical(Route):
         return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
 
     def reduce(self, context: RoundContext) -> Round[None]:
-        norm = torch.linalg.vector_norm(self._work)
-        # 0 if all elements are finite, else NaN.
-        outgoing = self._cut()
+        norm, nbytes = torch.linalg.vector_norm(self._work), self._padded_nbytes
+        outgoing = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
+        for shards, matrix in self._pairs(self._body(outgoing)):
+            cut_into(shards, matrix)
+        # The difference is 0 if all elements are finite, else NaN.
         self._header.write_(outgoing, context.stamp, norm - norm)
         received = yield from self._node.within(ask(AllToAll(outgoing)))
         health = self._header.check(received, context.stamp, context.checks)
         mean = self._body(received).mean(0)
         fill_nan_(mean, health)
-        shards = mean.split(self._numels)
-        self._shards.load(shards)
+        own = mean.split(self._numels)
+        self._shards.load(own)
         yield from self._across.within(self._between.reduce(context))
-        self._shards.store(shards)
+        self._shards.store(own)
         gathered = yield from self._node.within(ask(AllGather(mean.view(torch.uint8))))
-        self._join(gathered.view(torch.float32))
-
-    def _cut(self) -> torch.Tensor:
-        """Return the payloads for the ranks of the node: (L, nbytes), uint8, without headers."""
-        nbytes = self._padded_nbytes
-        payloads = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
-        for matrix, place in zip(self._matrices, self._places(self._body(payloads)), strict=True):
-            cut_into(place, matrix)
-        return payloads
+        for shards, matrix in self._pairs(gathered.view(torch.float32)):
+            join_from(shards, matrix)
 
     def _body(self, payloads: torch.Tensor) -> torch.Tensor:
         """Return a view of the shards in payloads: (L, numel of a shard), float32."""
         first = self._header.nbytes
         return payloads[:, first : first + 4 * sum(self._numels)].view(torch.float32)
 
-    def _join(self, shards: torch.Tensor) -> None:
-        """Copy the shards of all ranks of the node (L, numel of a shard) to the workspace."""
-        for matrix, place in zip(self._matrices, self._places(shards), strict=True):
-            join_from(place, matrix)
-
-    def _places(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view (L, rows, width) of the shards for each matrix of the layout."""
-        counts = [len(matrix) for matrix in self._matrices]
-        sizes = [n * width for n, width in zip(counts, self._widths, strict=True)]
-        return [
-            place.unflatten(1, (n, -1))
-            for place, n in zip(shards.split(sizes, dim=1), counts, strict=True)
-        ]
+    def _pairs(self, shards: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, of shards (L, numel of a shard), a view (L, rows, width) for each matrix."""
+        sizes = [len(m) * width for m, width in zip(self._matrices, self._widths, strict=True)]
+        for matrix, part in zip(self._matrices, shards.split(sizes, dim=1), strict=True):
+            yield part.unflatten(1, (len(matrix), -1)), matrix

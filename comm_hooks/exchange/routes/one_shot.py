@@ -12,7 +12,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.noise_hook import NoiseHook
-from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_
+from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
 
 
 class OneShot(CompressedRoute):
@@ -24,7 +24,8 @@ class OneShot(CompressedRoute):
         self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
     ) -> None:
         super().__init__(layout, compressors, transport, seed)
-        self._format = self._format_of(layout, summed=self.request is AllReduce)
+        is_summed = self.request is AllReduce
+        self._format = format_of(layout, compressors, transport, summed=is_summed)
 
     @property
     def traffic(self) -> int:

@@ -45,12 +45,8 @@ class CompressedRoute(Route):
         self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
     ) -> None:
         self._layout = layout
-        self._compressors = compressors
         self._transport = transport
         self._seed = seed
-
-    def _format_of(self, vectors: Workspace, *, summed: bool = False) -> PayloadFormat:
-        return format_of(vectors, self._compressors, self._transport, summed=summed)
 
 
 def format_of(

@@ -46,12 +46,13 @@ class Sharded(CompressedRoute):
     ) -> None:
         super().__init__(layout, compressors, transport, seed)
         self._memory = memory
+        downlink = downlink or compressors
         self._shards = Shards(layout, transport.world_size)
         self._owned = self._shards.owned
         if exact_uplink:
             compressors = [Identity()] * len(self._owned.parts())
         self._uplink = format_of(self._owned, compressors, transport)
-        self._downlink = format_of(self._owned, downlink or self._compressors, transport)
+        self._downlink = format_of(self._owned, downlink, transport)
 
     @property
     def traffic(self) -> int:

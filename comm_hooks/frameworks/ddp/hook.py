@@ -430,7 +430,7 @@ def register(
     ddp = require_ddp(model)
     check_options(ddp)
     state = CompressionState(
-        Exchange.of(compressor, process_group=ddp.process_group, **settings),
+        Exchange(ExchangeSettings.of(compressor, **settings), process_group=ddp.process_group),
         named_parameters=named_parameters(ddp),
         loss_scale=loss_scale or loss_scale_of(model),
         start_compression_step=start_compression_step,

@@ -11,7 +11,7 @@ from torch import nn
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange import Exchange
+from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.fsdp.units import Unit, warn_of_unsharded
 from comm_hooks.requirements import first_of
@@ -176,7 +176,7 @@ def new_exchange(
     Raises:
         ValueError: for bad settings, or a memory that sends changes instead of gradients.
     """
-    exchange = Exchange.of(compressor, process_group=group, **settings)
+    exchange = Exchange(ExchangeSettings.of(compressor, **settings), process_group=group)
     require_gradients(exchange.settings, caller)
     shapes = [(unit.name, p.name, p.shape) for unit in units for p in unit.pieces()]
     exchange.agree_on(

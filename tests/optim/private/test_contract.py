@@ -128,7 +128,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         for name in MAKE
         if name not in ("DPSGD", "PDADPMD", "DPRPub")
     ),
-    ("DPMicroAdam", {"density": 0.0}, "density is the fraction .* got 0.0"),
+    ("DPMicroAdam", {"density": 0.0}, "density must lie in .* got 0.0"),
     ("DPMicroAdam", {"window": 0}, "window must be an integer of at least 1, got 0"),
     ("DPMicroAdam", {"bias_correction": "all"}, "bias_correction must be one of .* got 'all'"),
     ("DPMicroAdam", {"value_bits": 2}, "value_bits must be one of 4, 16, 32, got 2"),

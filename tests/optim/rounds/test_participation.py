@@ -49,7 +49,7 @@ def test_every_client_is_drawn_equally_often() -> None:
     ("arguments", "message"),
     [
         ({"clients": 0}, "clients must be an integer of at least 1, got 0"),
-        ({"clients": 5, "fraction": 0.0}, r"fraction .* must lie in \(0, 1\], got 0.0"),
+        ({"clients": 5, "fraction": 0.0}, r"fraction must lie in \(0, 1\], got 0.0"),
         ({"clients": 5, "fraction": 1.5}, r"must lie in \(0, 1\], got 1.5"),
     ],
     ids=str,
