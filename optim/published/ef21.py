@@ -48,14 +48,11 @@ class DifferencesOptimizer(ExchangingOptimizer):
         """Update ``aggregate`` in every state; return whether all ranks' messages were finite."""
         if not self._average(self._named(gradients)):
             return False
-        exempt = [self.exchange.settings.exempts(gradient.shape) for gradient in gradients]
-        work = list(zip(exempt, states, gradients, strict=True))
-        changed = [(s["aggregate"], g) for is_exempt, s, g in work if not is_exempt]
-        replaced = [(s["aggregate"], g) for is_exempt, s, g in work if is_exempt]
-        if changed:
-            torch._foreach_add_([a for a, _ in changed], [change for _, change in changed])
-        if replaced:
-            torch._foreach_copy_([a for a, _ in replaced], [mean for _, mean in replaced])
+        aggregates = values(states, "aggregate")
+        exempt = [a for a in aggregates if self.exchange.settings.exempts(a.shape)]
+        if exempt:
+            torch._foreach_zero_(exempt)
+        torch._foreach_add_(aggregates, gradients)
         return True
 
 
@@ -110,12 +107,7 @@ class CDAdam(DifferencesOptimizer):
         bias_correction: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            exchange,
-            {**defaults, "bias_correction": bias_correction},
-            bias_correction=bias_correction,
-        )
+        super().__init__(params, exchange, {**defaults, "bias_correction": bias_correction})
 
     def _step(self, gradients: Tensors) -> None:
         states = self._states("aggregate", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
