@@ -75,14 +75,10 @@ class FrozenParameters:
         self._left_out = list(left_out)
         self._has_warned = False
 
-    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add parameters to those that the optimizer has left out."""
-        self._left_out += parameters
-
-    def added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove parameters, which the optimizer now trains, from those that it has left out."""
+    def added(self, parameters: Iterable[torch.Tensor], left_out: Sequence[torch.Tensor]) -> None:
+        """Record that the optimizer now trains ``parameters``, and has left out others as well."""
         new = {id(whole(parameter)) for parameter in parameters}
-        self._left_out = [p for p in self._left_out if id(whole(p)) not in new]
+        self._left_out = [p for p in (*self._left_out, *left_out) if id(whole(p)) not in new]
 
     def check(self) -> None:
         """Raise ``ValueError`` if a parameter that was left out trains now: it is not exchanged."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,12 +123,6 @@ class LocalRounds(WrappingOptimizer):
         ...     rounds.zero_grad()
         >>> rounds.synchronize()
     """
-
-    published: ClassVar[Mapping[str, Any]]
-    """The authors' settings of the exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
-
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
 
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
