@@ -1,7 +1,5 @@
 """CD-Adam and EF21: ranks send compressed changes of their gradients."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -32,17 +30,14 @@ class DifferencesOptimizer(ExchangingOptimizer):
 
     needs = ("memory",)
 
-    def __init__(
-        self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
-    ) -> None:
-        if isinstance(exchange, Exchange):
-            memory = exchange.memory
-            if memory is None or not memory.sends_changes:
-                raise ValueError(
-                    f"{type(self).__name__}: the exchange's memory must be Differences(), got "
-                    f"{memory}: write Exchange({exchange.compressor}, memory=Differences())"
-                )
-        super().__init__(params, exchange, defaults, **settings)
+    def __init__(self, params: ParamsT, exchange: Exchange, defaults: Group) -> None:
+        super().__init__(params, exchange, defaults)
+        memory = exchange.memory
+        if memory is None or not memory.sends_changes:
+            raise ValueError(
+                f"{type(self).__name__}: the exchange's memory must be Differences(), got "
+                f"{memory}: write Exchange({exchange.compressor}, memory=Differences())"
+            )
 
     def _aggregate(self, gradients: Tensors, states: States) -> bool:
         """Update ``aggregate`` in every state; return whether all ranks' messages were finite."""
