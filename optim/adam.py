@@ -15,7 +15,7 @@ class Adam(BatchedOptimizer):
     r"""Adam as federated learning runs it on the server.
 
     An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
-    averaged, or the mean displacement of :class:`~comm_hooks.optim.rounds.LocalRounds`.  The step
+    averaged, or the mean displacement of :class:`~comm_hooks.optim.LocalRounds`.  The step
     is deterministic, so ranks that start equal stay equal, bit for bit.  With u the gradient and
     m = v = 0 at first:
 
