@@ -117,7 +117,11 @@ class RoundExchange:
             [state.names[i] for i in places if not trains(state.parameters[i])]
         )
         if self._shared_decay:
-            self._decay_shared(places)
+            # The weight decay of the local steps since the last exchange.
+            trained = [i for i in places if trains(state.parameters[i])]
+            if trained:
+                state.model.shrink(trained, state.decay[trained].tolist())
+            state.decay[list(places)] = 1.0
         contribution = self.contribution(exchange.transport.rank, places)
         if contribution is None:
             # The other fragments are likely to be as bad.
@@ -151,14 +155,6 @@ class RoundExchange:
         if places:
             live = [parameters[i].detach() for i in places]
             torch._foreach_mul_(live, factors[places].tolist())
-
-    def _decay_shared(self, places: Sequence[int]) -> None:
-        """Apply the weight decay of the local steps since the last exchange to the shared model."""
-        state = self.state
-        trained = [i for i in places if trains(state.parameters[i])]
-        if trained:
-            state.model.shrink(trained, state.decay[trained].tolist())
-        state.decay[list(places)] = 1.0
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
