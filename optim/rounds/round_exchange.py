@@ -15,7 +15,7 @@ from comm_hooks.optim.rounds.participation import (
     Contribution,
     PlainCollection,
 )
-from comm_hooks.optim.rounds.shared_moments import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 from comm_hooks.optim.rounds.state import RoundsState
 from comm_hooks.warnings import warn_program
 
@@ -57,9 +57,7 @@ class RoundExchange:
 
         None if it is not finite, or so large that a sum over clients would not be finite.
         """
-        delta, statistics = self.state.model.progress(places), {}
-        if isinstance(self.inner, SharesStatistics):
-            statistics = self.inner.statistics()
+        delta, statistics = self.state.model.progress(places), self._statistics()
         if not is_finite([*delta, *statistics.values()]):
             return None
         return Contribution(client, delta, statistics)
@@ -68,12 +66,14 @@ class RoundExchange:
         """Return an empty collection for one exchange of the parameters at ``places``."""
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
-        statistics = {}
-        if isinstance(self.inner, SharesStatistics):
-            statistics = {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
+        statistics = {name: torch.zeros_like(t) for name, t in self._statistics().items()}
         if self._participation is None:
             return PlainCollection(self.exchange, delta, statistics)
         return self._participation.collection(self.exchange, delta, statistics)
+
+    def _statistics(self) -> dict[str, torch.Tensor]:
+        """Return the inner optimizer's tensors that are averaged over clients, by name."""
+        return self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
 
     def conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Warn of clients without a contribution, and let the server step along the mean delta."""
@@ -94,7 +94,7 @@ class RoundExchange:
                 assert memory
                 residuals = [memory.vector(state.names[i]) for i in places]
                 state.model.look_ahead(places, residuals, self._look_ahead)
-            if isinstance(self.inner, SharesStatistics):
+            if isinstance(self.inner, LocalAMSGrad):
                 self.inner.set_statistics(aggregate.statistics)
         state.round_index += 1
 

@@ -1,7 +1,7 @@
 """The local optimizers of Fed-AMS and FED-LAMB: local moments, and a shared maximum of v."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -10,17 +10,6 @@ from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.moments import averages_, corrected, count_step, prepared, values
 from comm_hooks.requirements import require_choice
-
-
-@runtime_checkable
-class SharesStatistics(Protocol):
-    """An inner optimizer with tensors that are averaged over clients at the end of a round."""
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's tensors to average; names and shapes are equal on all clients."""
-
-    def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Replace these tensors by their mean over the round's clients."""
 
 
 def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
