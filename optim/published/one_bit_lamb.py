@@ -111,16 +111,20 @@ class OneBitLamb(FreezingOptimizer):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        intervals = {
-            "max_coeff": (max_coeff, "(0, inf)"),
-            "min_coeff": (min_coeff, f"[0, {max_coeff}]"),
-            "coeff_beta": (coeff_beta, "[0, 1)"),
-            "factor_max": (factor_max, "[1, inf)"),
-            "factor_min": (factor_min, "[0, 1]"),
-            "factor_threshold": (factor_threshold, "[0, 1]"),
+        require_within(self, "max_coeff", max_coeff, "(0, inf)")
+        require_within(self, "min_coeff", min_coeff, f"[0, {max_coeff}]")
+        require_within(self, "coeff_beta", coeff_beta, "[0, 1)")
+        require_within(self, "factor_max", factor_max, "[1, inf)")
+        require_within(self, "factor_min", factor_min, "[0, 1]")
+        require_within(self, "factor_threshold", factor_threshold, "[0, 1]")
+        settings = {
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "coeff_beta": coeff_beta,
+            "factor_max": factor_max,
+            "factor_min": factor_min,
+            "factor_threshold": factor_threshold,
         }
-        for name, (value, interval) in intervals.items():
-            require_within(self, name, value, interval)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params,
@@ -128,7 +132,7 @@ class OneBitLamb(FreezingOptimizer):
             defaults,
             freeze_step=freeze_step,
             total_steps=total_steps,
-            **{name: value for name, (value, _) in intervals.items()},
+            **settings,
         )
         if any(whole(p) is not p for p in self._parameters()):
             raise ValueError(
