@@ -136,7 +136,7 @@ class _View:
 
     def check(self, *_: object) -> None:
         """Warn before a step if something else has written to the parameters."""
-        if self._shown is None and self._rounds.round_state.is_written_to:
+        if self._shown is None and self._rounds.round_state.model.is_written_to:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
@@ -146,7 +146,7 @@ class _View:
             return True
         if is_training or self._shown is not None:
             return False
-        if self._rounds.round_state.is_written_to:
+        if self._rounds.round_state.model.is_written_to:
             self._warn()
             return False
         self._shown = ExitStack()
@@ -178,7 +178,7 @@ class _View:
 
         Empty if something else has written to the parameters.
         """
-        if self._rounds.round_state.is_written_to:
+        if self._rounds.round_state.model.is_written_to:
             self._warn()
             return {}
         pairs = zip(self._rounds.parameters, self._rounds.round_state.shared_values(), strict=True)

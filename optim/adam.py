@@ -1,6 +1,6 @@
 """Adam and AMSGrad as the servers of federated learning run them: without bias correction."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -11,144 +11,11 @@ from comm_hooks.optim.moments import averages_, count_step, prepared, values
 from comm_hooks.requirements import require_flag
 
 
-class _Adam(BatchedOptimizer):
-    """The common code of Adam and AMSGrad; ``_amsgrad`` keeps the maximum of the second moment."""
-
-    _amsgrad: bool
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "foreach": foreach,
-                "maximize": maximize,
-            },
-        )
-
-    def _check_group(self, settings: Group) -> None:
-        check_hyperparameters(self, **{k: v for k, v in settings.items() if k != "foreach"})
-        if settings["foreach"] is not None:
-            require_flag(self, "foreach", settings["foreach"])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            # Checkpoints of torch.optim.AdamW do not have all of the settings.
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
-    def _update(self, parameters: Tensors, group: Group) -> None:
-        if group["foreach"] is False:
-            for parameter in parameters:
-                self._update_one(parameter, group)
-        else:
-            self._update_foreach(parameters, group)
-
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
-        keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad
-        # Each if it is missing, so that AMSGrad can go on from a checkpoint of Adam.
-        prepared([state], [parameter], dtype, *keys)
-        for key in keys:
-            # From torch's optimizers, or from a model in another dtype.
-            if state[key].dtype != dtype:
-                state[key] = state[key].to(dtype)
-        return state
-
-    def _update_one(self, parameter: torch.Tensor, group: Group) -> None:
-        """Update one parameter, line by line as in the algorithm of the class docstring."""
-        state = self._state_of(parameter)
-        m, v = state["exp_avg"], state["exp_avg_sq"]
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        assert parameter.grad is not None
-        u = parameter.grad.to(m.dtype)
-
-        state["step"] += 1
-        m.mul_(beta1).add_(u, alpha=1 - beta1)
-        v.mul_(beta2).add_(u * u, alpha=1 - beta2)
-        if self._amsgrad:
-            v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
-        if group["bias_correction"]:
-            # In float32 the difference of 1 and a power of 0.999 has 4 digits.
-            t = state["step"].double()
-            m = m / (1 - beta1**t)
-            v = v / (1 - beta2**t)
-        direction = m / (v.sqrt() + group["eps"])
-        if group["maximize"]:
-            direction = -direction
-        x = parameter.to(m.dtype) * (1 - lr * group["weight_decay"])
-        parameter.copy_(x - lr * direction)
-
-    def _update_foreach(self, parameters: Tensors, group: Group) -> None:
-        """Update parameters of one device and dtype, with few kernels and little memory."""
-        states = [self._state_of(p) for p in parameters]
-        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        dtype = states[0]["exp_avg"].dtype
-        x, u = widened(parameters, dtype), widened([p.grad for p in parameters], dtype)
-
-        count_step(states)
-        m, v = averages_(states, u, group["betas"])
-        if self._amsgrad:
-            largest = values(states, "max_exp_avg_sq")
-            torch._foreach_maximum_(largest, v)
-            v = largest
-        roots = torch._foreach_sqrt(v)
-        if group["bias_correction"]:
-            # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) c1 / sqrt(c2) + c1 eps)
-            t = torch.stack(values(states, "step")).double()
-            c1, c2 = 1 - beta1**t, 1 - beta2**t
-            torch._foreach_mul_(roots, _numbers(c1 / c2.sqrt()))
-            torch._foreach_add_(roots, _numbers(c1 * eps))
-        else:
-            torch._foreach_add_(roots, eps)
-
-        if torch.compiler.is_compiling():
-            # A number would be part of the graph, compiled anew for each that a scheduler sets.
-            lr = lr * torch.ones((), dtype=torch.float64)
-        if group["weight_decay"]:
-            torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
-        signed = lr if group["maximize"] else -lr
-        if torch.compiler.is_compiling():
-            directions = torch._foreach_div(m, roots)
-            torch._foreach_mul_(directions, signed)
-            torch._foreach_add_(x, directions)
-        else:
-            torch._foreach_addcdiv_(x, m, roots, value=signed)
-        if parameters[0].dtype != dtype:
-            for parameter, precise in zip(parameters, x, strict=True):
-                # _foreach_copy_ has no rule for the DTensors of a sharded model.
-                parameter.copy_(precise)
-
-
-def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
-    """Return the elements of a CPU vector: numbers, or tensors while ``torch.compile`` traces."""
-    if torch.compiler.is_compiling():
-        # Reading numbers would end the graph.
-        return list(values.unbind())
-    return values.tolist()
-
-
-class Adam(_Adam):
+class Adam(BatchedOptimizer):
     r"""Adam as federated learning runs it on the server.
 
     An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
-    averaged, or the mean displacement of :class:`~comm_hooks.optim.rounds.LocalRounds`.  The step
+    averaged, or the mean displacement of :class:`~comm_hooks.optim.LocalRounds`.  The step
     is deterministic, so ranks that start equal stay equal, bit for bit.  With u the gradient and
     m = v = 0 at first:
 
@@ -204,10 +71,103 @@ class Adam(_Adam):
         >>> optimizer.step()
     """
 
-    _amsgrad = False
+    _amsgrad: ClassVar[bool] = False
+    """Whether steps divide by the maximum of the second moment."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "foreach": foreach,
+                "maximize": maximize,
+            },
+        )
+
+    def _check_group(self, settings: Group) -> None:
+        check_hyperparameters(self, **{k: v for k, v in settings.items() if k != "foreach"})
+        if settings["foreach"] is not None:
+            require_flag(self, "foreach", settings["foreach"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # Checkpoints of torch.optim.AdamW do not have all of the settings.
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def _update(self, parameters: Tensors, group: Group) -> None:
+        parts = [[p] for p in parameters] if group["foreach"] is False else [parameters]
+        for part in parts:
+            self._update_part(part, group)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state, dtype = self.state[parameter], state_dtype(parameter.dtype)
+        keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad
+        # Each if it is missing, so that AMSGrad can go on from a checkpoint of Adam.
+        prepared([state], [parameter], dtype, *keys)
+        for key in keys:
+            # From torch's optimizers, or from a model in another dtype.
+            if state[key].dtype != dtype:
+                state[key] = state[key].to(dtype)
+        return state
+
+    def _update_part(self, parameters: Tensors, group: Group) -> None:
+        states = [self._state_of(p) for p in parameters]
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        dtype = states[0]["exp_avg"].dtype
+        x, u = widened(parameters, dtype), widened([p.grad for p in parameters], dtype)
+
+        count_step(states)
+        m, v = averages_(states, u, group["betas"])
+        if self._amsgrad:
+            largest = values(states, "max_exp_avg_sq")
+            torch._foreach_maximum_(largest, v)
+            v = largest
+        roots = torch._foreach_sqrt(v)
+        if group["bias_correction"]:
+            # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) c1 / sqrt(c2) + c1 eps)
+            t = torch.stack(values(states, "step")).double()
+            c1, c2 = 1 - beta1**t, 1 - beta2**t
+            torch._foreach_mul_(roots, _numbers(c1 / c2.sqrt()))
+            torch._foreach_add_(roots, _numbers(c1 * eps))
+        else:
+            torch._foreach_add_(roots, eps)
+
+        if torch.compiler.is_compiling():
+            # A number would be part of the graph, compiled anew for each that a scheduler sets.
+            lr = lr * torch.ones((), dtype=torch.float64)
+        if group["weight_decay"]:
+            torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
+        signed = lr if group["maximize"] else -lr
+        if torch.compiler.is_compiling():
+            directions = torch._foreach_div(m, roots)
+            torch._foreach_mul_(directions, signed)
+            torch._foreach_add_(x, directions)
+        else:
+            torch._foreach_addcdiv_(x, m, roots, value=signed)
+        if parameters[0].dtype != dtype:
+            for parameter, precise in zip(parameters, x, strict=True):
+                # _foreach_copy_ has no rule for the DTensors of a sharded model.
+                parameter.copy_(precise)
 
 
-class AMSGrad(_Adam):
+class AMSGrad(Adam):
     r"""AMSGrad, the server's optimizer of SAFL: Adam with a second moment that never falls.
 
     With u the gradient, the same on all ranks, and m = v = v_hat = 0 at first:
@@ -252,3 +212,11 @@ class AMSGrad(_Adam):
     """
 
     _amsgrad = True
+
+
+def _numbers(values: torch.Tensor) -> list[float] | list[torch.Tensor]:
+    """Return the elements of a CPU vector: numbers, or tensors while ``torch.compile`` traces."""
+    if torch.compiler.is_compiling():
+        # Reading numbers would end the graph.
+        return list(values.unbind())
+    return values.tolist()

@@ -4,7 +4,7 @@ import gc
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.model_parallel import gather_from_all
 from comm_hooks.collectives.requests import AllGatherObject
-from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.frameworks.ddp.model import hooks_of
 from comm_hooks.shards import whole
+
+if TYPE_CHECKING:
+    from comm_hooks.optim.exchanging import ExchangingOptimizer
+    from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 # Ours, and PyTorch's own.
 _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
@@ -55,9 +58,12 @@ def double_averaging(
     """
     averaged: set[torch.Tensor] = set()
     name = None
-    for ddp in _averaging_models(set(parameters)):
-        averaged.update(ddp.parameters())
-        name = _hook_name(ddp)
+    for ddp in _models_of(DistributedDataParallel, set(parameters)):
+        hook = _hook_name(ddp)
+        # If the last forward pass was under no_sync(), so were those before it.
+        if ddp.require_forward_param_sync and hook not in _HOOKS_THAT_SEND_NOTHING:
+            averaged.update(ddp.parameters())
+            name = hook
     of_ddp = [
         gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -83,9 +89,12 @@ def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> li
     Returns:
         The sorted ranks; an empty list if this rank is the only one.
     """
-    sharing = {rank for p in parameters for rank in _ranks_of_mesh(whole(p))}
-    for model in _models_of_fsdp1(set(parameters)):
-        sharing.update(dist.get_process_group_ranks(model.process_group))
+    meshes: set[Any] = {getattr(whole(p), "device_mesh", None) for p in parameters} - {None}
+    sharing = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    # Owners of a model of FSDP 1 have imported this, which takes a while.
+    if module := sys.modules.get("torch.distributed.fsdp"):
+        for model in _models_of(module.FullyShardedDataParallel, set(parameters)):
+            sharing.update(dist.get_process_group_ranks(model.process_group))
     shared = sorted(sharing.intersection(ranks))
     return shared if len(shared) > 1 else []
 
@@ -94,8 +103,9 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
 
     Args:
-        findings: the results of :func:`averaging` on all ranks that took a step, so that all of
-            them raise, or none.
+        findings: the findings of all ranks that took a step, so that all of them raise, or none.
+            A finding has the result of :func:`sharded_over` by the key ``"sharded over"``, or else
+            is that of :func:`double_averaging`.
     """
     for finding in findings:
         if sharing := finding.get("sharded over"):
@@ -114,21 +124,6 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-class Divided(Protocol):
-    """An optimizer with an exchange of its own, perhaps of one part of a sharded model."""
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange between the ranks that hold the same part of the model."""
-
-    @property
-    def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
-        """The process groups over which the model is sharded: each rank holds another part."""
-
-    def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the hyperparameters of the next step, which must be equal on all ranks."""
-
-
 class AveragingCheck:
     """One check that neither DDP nor FSDP has averaged gradients that an optimizer exchanges."""
 
@@ -138,7 +133,7 @@ class AveragingCheck:
 
     def check(
         self,
-        optimizer: Divided,
+        optimizer: "ExchangingOptimizer | LocalRounds",
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
@@ -147,14 +142,12 @@ class AveragingCheck:
         Raises ``ConfigMismatchError`` if settings differ between ranks of a sharded model.  Does
         nothing from the second call on.  All ranks must call it.
         """
-        if self._is_done:
-            return
-        require_consistent(optimizer)
-        transport = optimizer.exchange.transport
-        if transport.world_size > 1:
-            finding = averaging(transport, parameters, gradients)
-            refuse_double_averaging(transport.perform(AllGatherObject(finding)))
-        self._is_done = True
+        if not self._is_done:
+            require_consistent(optimizer)
+            transport = optimizer.exchange.transport
+            self.note(transport, parameters, gradients)
+            self.compare(transport)
+            self._is_done = True
 
     def note(
         self,
@@ -163,8 +156,12 @@ class AveragingCheck:
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Keep the finding about this rank's first gradients for :meth:`compare`; send nothing."""
-        if not self._is_done and self._finding is None:
-            self._finding = averaging(transport, parameters, gradients)
+        if transport.world_size == 1 or self._is_done or self._finding is not None:
+            return
+        if sharing := sharded_over(parameters, transport.ranks):
+            self._finding = {"sharded over": sharing}
+        else:
+            self._finding = double_averaging(parameters, gradients)
 
     def compare(self, transport: Transport) -> None:
         """Raise ``ValueError`` on all ranks if the gradients given to :meth:`note` were averaged.
@@ -179,7 +176,7 @@ class AveragingCheck:
         self._is_done = len(findings) > 1
 
 
-def require_consistent(optimizer: Divided) -> None:
+def require_consistent(optimizer: "ExchangingOptimizer | LocalRounds") -> None:
     """Raise ``ConfigMismatchError`` on all ranks if settings differ within a sharded model.
 
     An exchange compares the settings of the ranks that exchange; this compares those of all ranks
@@ -194,29 +191,6 @@ def require_consistent(optimizer: Divided) -> None:
         check_agreement([config for _, config in found], [rank for rank, _ in found])
 
 
-def averaging(
-    transport: Transport,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-) -> dict[str, Any]:
-    """Return this rank's finding for :func:`refuse_double_averaging`; send nothing."""
-    sharing = sharded_over(parameters, transport.ranks)
-    return {"sharded over": sharing} if sharing else double_averaging(parameters, gradients)
-
-
-def _averaging_models(parameters: set[torch.Tensor]) -> Iterator[DistributedDataParallel]:
-    for ddp in _models_of(DistributedDataParallel, parameters):
-        # If the last forward pass was under no_sync(), so were those before it.
-        if ddp.require_forward_param_sync and _hook_name(ddp) not in _HOOKS_THAT_SEND_NOTHING:
-            yield ddp
-
-
-def _models_of_fsdp1(parameters: set[torch.Tensor]) -> Iterator[Any]:
-    # Owners of such a model have imported this, which takes a while.
-    if module := sys.modules.get("torch.distributed.fsdp"):
-        yield from _models_of(module.FullyShardedDataParallel, parameters)
-
-
 def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
     """Yield the models of type ``kind`` in this process that hold some of the parameters."""
     kinds = _with_subclasses(kind)
@@ -229,12 +203,6 @@ def _models_of(kind: type[Any], parameters: set[torch.Tensor]) -> Iterator[Any]:
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-def _ranks_of_mesh(parameter: torch.Tensor) -> list[int]:
-    """Return the ranks over which FSDP2 shards a parameter; an empty list if it does not."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh.mesh.flatten().tolist() if mesh is not None else []
 
 
 def _hook_name(ddp: DistributedDataParallel) -> str:

@@ -20,6 +20,12 @@ class SteppingOptimizer(torch.optim.Optimizer):
     _compiles: ClassVar[bool] = True
     """Whether a step may be part of a graph of ``torch.compile``."""
 
+    published: ClassVar[Mapping[str, Any]]
+    """The authors' exchange, if any, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload

@@ -92,12 +92,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
     own_state: ClassVar[tuple[str, ...]] = ()
     """Keys of :attr:`state` with values that differ between ranks: each rank must save its own."""
 
-    published: ClassVar[Mapping[str, Any]]
-    """The authors' settings of the exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
-
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
-
     averaging_ruled_out = False
     """Whether DDP and FSDP cannot average the gradients, so that the first step need not check."""
 
@@ -178,8 +172,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         except ValueError:
             del self.param_groups[-1]
             raise
-        self._frozen.added(self.param_groups[-1]["params"])
-        self._frozen.leave_out(left_out)
+        self._frozen.added(self.param_groups[-1]["params"], left_out)
         self._companions = [TorchDistributed(group) for group in self.model_parallel_groups]
 
     def _take_step(self) -> None:

@@ -43,23 +43,19 @@ def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
         if isinstance(members, set):  # torch refuses that, too
             return entries, []
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        kept = [member for member in members if not _is_frozen(member)]
-        left_out += [_parameter(member) for member in members if _is_frozen(member)]
+        kept = []
+        for member in members:
+            parameter = member[1] if isinstance(member, tuple) else member
+            if isinstance(parameter, torch.Tensor) and not trains(parameter):
+                left_out.append(parameter)
+            else:
+                kept.append(member)
         groups.append({**group, "params": kept})
         if members and not kept and isinstance(members[0], tuple):
             groups[-1]["param_names"] = []  # torch asks all groups for names, or none
     if left_out and not any(group["params"] for group in groups):
         raise ValueError("the parameters are frozen (requires_grad=False): nothing would train")
     return groups if has_groups else groups[0]["params"], left_out
-
-
-def _parameter(member: Any) -> Any:
-    return member[1] if isinstance(member, tuple) else member
-
-
-def _is_frozen(member: Any) -> bool:
-    parameter = _parameter(member)
-    return isinstance(parameter, torch.Tensor) and not trains(parameter)
 
 
 class FrozenParameters:
@@ -75,14 +71,10 @@ class FrozenParameters:
         self._left_out = list(left_out)
         self._has_warned = False
 
-    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add parameters to those that the optimizer has left out."""
-        self._left_out += parameters
-
-    def added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove parameters, which the optimizer now trains, from those that it has left out."""
+    def added(self, parameters: Iterable[torch.Tensor], left_out: Sequence[torch.Tensor]) -> None:
+        """Record that the optimizer now trains ``parameters``, and has left out others as well."""
         new = {id(whole(parameter)) for parameter in parameters}
-        self._left_out = [p for p in self._left_out if id(whole(p)) not in new]
+        self._left_out = [p for p in (*self._left_out, *left_out) if id(whole(p)) not in new]
 
     def check(self) -> None:
         """Raise ``ValueError`` if a parameter that was left out trains now: it is not exchanged."""

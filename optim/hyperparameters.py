@@ -1,6 +1,5 @@
 """Checks of hyperparameters and gradients, with the same messages for all optimizers."""
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 
 from comm_hooks.requirements import (
     in_one_line,
-    is_number,
     require_flag,
     require_positive,
     require_within,
@@ -32,25 +30,23 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         >>> check_hyperparameters(optimizer := object(), betas=(0.9, 0.999), lr=1e-3, eps=0.0)
         >>> check_hyperparameters(optimizer, lr=-1.0)
         Traceback (most recent call last):
-        ValueError: object: lr must not be negative, got -1.0
+        ValueError: object: lr must lie in [0, inf), got -1.0
     """
-    name = owner if isinstance(owner, str) else type(owner).__name__
     for key, value in values.items():
         if key == "betas":
-            _check_betas(name, value, beta_count)
-            continue
-        if key.endswith("momentum"):
-            require_within(owner, key, value, "[0, 1)")
-            continue
-        if key in _FLAGS:
+            if not isinstance(value, tuple | list) or len(value) != beta_count:
+                name = owner if isinstance(owner, str) else type(owner).__name__
+                raise ValueError(
+                    f"{name}: betas must be a tuple of {beta_count} numbers, got "
+                    f"{in_one_line(value)}"
+                )
+            for beta in value:
+                require_within(owner, key, beta, "[0, 1)")
+        elif key in _FLAGS:
             require_flag(owner, key, value)
-            continue
-        if not is_number(value):
-            raise ValueError(f"{name}: {key} must be a number, got {in_one_line(value)}")
-        if not value >= 0:  # NaN, too
-            raise ValueError(f"{name}: {key} must not be negative, got {value!r}")
-        if math.isinf(value):
-            raise ValueError(f"{name}: {key} must be finite, got {value!r}")
+        else:
+            interval = "[0, 1)" if key.endswith("momentum") else "[0, inf)"
+            require_within(owner, key, value, interval)
 
 
 _OF_OTHERS = ("amsgrad", "centered", "dampening", "maximize", "momentum", "nesterov")
@@ -81,15 +77,6 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
                 f"{name}: a group has {key}={in_one_line(group[key])}, which {name} does not have: "
                 "leave it out"
             )
-
-
-def _check_betas(owner: str, betas: object, count: int) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != count:
-        raise ValueError(
-            f"{owner}: betas must be a tuple of {count} numbers, got {in_one_line(betas)}"
-        )
-    if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{owner}: betas must lie in [0, 1), got {in_one_line(betas)}")
 
 
 def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:

@@ -6,7 +6,14 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import States, Tensors, block, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import along_, average_, count_step, normalized_average_, values
+from comm_hooks.optim.moments import (
+    along_,
+    average_,
+    count_step,
+    normalized_average_,
+    values,
+    zeros,
+)
 
 
 class LocalVarianceAdam(ExchangingOptimizer):
@@ -127,13 +134,10 @@ class LocalVarianceAdam(ExchangingOptimizer):
         total: Tensors = []
         for own, group in self._groups():
             beta1, beta2 = group["betas"]
-            momenta = values(states[own], "exp_avg")
-            for state, momentum in zip(states[own], momenta, strict=True):
-                if "norm_sq" not in state:
-                    state["norm_sq"] = momentum.new_zeros(())
-            average_(values(states[own], "norm_sq"), norms_sq(momenta, 1 - beta1**t), beta2)
-            norm_sq = torch.stack(values(states[own], "norm_sq")).double()
-            total.append(norm_sq.sum() / (1 - beta2**t))
+            new = norms_sq(values(states[own], "exp_avg"), 1 - beta1**t)
+            averages = zeros(states[own], "norm_sq", new)
+            average_(averages, new, beta2)
+            total.append(torch.stack(averages).double().sum() / (1 - beta2**t))
         mean_sq = torch.stack(total).sum() / sum(p.numel() for p in self._parameters())
         ranks = self.exchange.transport.world_size
         return [lengthening(mean_sq, ranks, g["betas"][0]).float() for _, g in self._groups()]

@@ -272,8 +272,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
                 "of the gradient: here decay is AdamW's. Remove it, and choose weight_decay anew"
             )
-        left_out = ("decoupled_weight_decay", "param_names")
-        own = {key: value for key, value in group.items() if key not in left_out}
+        own = {k: v for k, v in group.items() if k not in ("decoupled_weight_decay", "param_names")}
         result.append({**own, "params": named})
         if not named:
             result[-1]["param_names"] = []  # torch asks all groups for names, or none

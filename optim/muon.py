@@ -5,8 +5,9 @@ import math
 import torch
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
+from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
+from comm_hooks.optim.moments import zeros
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of Jordan et al.'s polynomial a x + b x^3 + c x^5, steep near x = 0."""
@@ -77,12 +78,9 @@ class Muon(BatchedOptimizer):
 
     def _update(self, parameters: Tensors, group: Group) -> None:
         momentum, lr = group["momentum"], group["lr"]
-        for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                dtype = state_dtype(parameter.dtype)
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
-        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
-        gradients = [p.grad.to(momenta[0].dtype) for p in parameters if p.grad is not None]
+        dtype = state_dtype(parameters[0].dtype)
+        momenta = zeros([self.state[p] for p in parameters], "momentum_buffer", parameters, dtype)
+        gradients = widened([p.grad for p in parameters], momenta[0].dtype)
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         steps = orthogonalized(list(torch._foreach_lerp(gradients, momenta, momentum)))
         lengths = [-lr * _RMS * math.sqrt(max(p.shape)) for p in parameters]
@@ -111,7 +109,7 @@ def orthogonalized(matrices: Tensors) -> Tensors:
         >>> (0.6 < once.diag().abs()).all() and (once.diag().abs() < 1.3).all()
         tensor(True)
     """
-    found: list[torch.Tensor | None] = [None] * len(matrices)
+    found: dict[int, torch.Tensor] = {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for place, matrix in enumerate(matrices):
         by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(place)
@@ -119,16 +117,12 @@ def orthogonalized(matrices: Tensors) -> Tensors:
         together = max(1, _TOGETHER // max(1, rows * columns))
         for start in range(0, len(places), together):
             part = places[start : start + together]
-            lying = torch.stack([_lying(matrices[place]) for place in part])
-            for place, result in zip(part, _iterate(lying), strict=True):
-                whole = result if matrices[place].shape == result.shape else result.T
-                found[place] = whole.to(matrices[place].dtype)
-    return [matrix for matrix in found if matrix is not None]
-
-
-def _lying(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix, transposed if it has more rows than columns."""
-    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+            members = [matrices[place] for place in part]
+            lying = torch.stack([m if m.shape == (rows, columns) else m.T for m in members])
+            for place, matrix, result in zip(part, members, _iterate(lying), strict=True):
+                whole = result if matrix.shape == result.shape else result.T
+                found[place] = whole.to(matrix.dtype)
+    return [found[place] for place in range(len(matrices))]
 
 
 def _iterate(matrices: torch.Tensor) -> torch.Tensor:

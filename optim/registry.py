@@ -3,11 +3,12 @@
 To add one, add an entry to :data:`OPTIMIZERS`; everything else is read off its class.
 """
 
+import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,15 @@ class Defaults:
     steps: int = 1000
     warmup: int = 100
 
+    def of_adamw(self, **options: Any) -> Options:
+        """Return AdamW's settings, and ``options``, which override them."""
+        own = {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
+        return {**own, **options}
+
+    def freezing(self) -> Options:
+        """Return the usual options of an optimizer that freezes its second moment."""
+        return self.of_adamw(freeze_step=self.warmup, total_steps=self.steps)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -119,11 +129,13 @@ class OptimizerEntry:
     name: str
     make: Callable[..., torch.optim.Optimizer]
     usual: Callable[[Defaults], Options]
-    options: Mapping[str, Option] = field(init=False)
-    """The options by name, in the order of the signature, without parameters and exchange."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "options", dict(_options(inspect.signature(self.make).parameters)))
+    @functools.cached_property
+    def options(self) -> Mapping[str, Option]:
+        """The options by name, in the order of the signature, without parameters and exchange."""
+        parameters = inspect.signature(self.make).parameters.values()
+        found = [Option(p.name, p.default, _kinds(p)) for p in parameters]
+        return {option.name: option for option in found if option.kinds}
 
     @property
     def averages(self) -> Literal["before", "exchange", "own"]:
@@ -201,91 +213,52 @@ class OptimizerEntry:
         return self.make(*arguments, **given, **chosen)
 
 
-def _options(parameters: Mapping[str, inspect.Parameter]) -> typing.Iterator[tuple[str, Option]]:
-    for name, parameter in parameters.items():
-        if name == "betas":
-            yield name, Option(name, parameter.default, (tuple,))
-        elif kinds := _kinds(parameter.annotation):
-            yield name, Option(name, parameter.default, kinds)
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    """Return the simple types of an annotation, or () if it allows neither text nor numbers."""
+def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
+    """Return the types of an option's values, or () for a parameter that is no option."""
+    if parameter.name == "betas":
+        return (tuple,)
+    annotation = parameter.annotation
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     found = typing.get_args(annotation) if is_union else (annotation,)
     simple = tuple(kind for kind in found if kind in _SIMPLE)
     return (*simple, *(kind for kind in found if kind is type(None))) if simple else ()
 
 
-def _like_adamw(**options: Any) -> Callable[[Defaults], Options]:
-    """Return a function that gives AdamW's settings of a training, and ``options``."""
-
-    def usual(defaults: Defaults) -> Options:
-        return {
-            "lr": defaults.lr,
-            "betas": defaults.betas,
-            "weight_decay": defaults.weight_decay,
-            **options,
-        }
-
-    return usual
-
-
-def _of_its_own(**options: Any) -> Callable[[Defaults], Options]:
-    """Return a function that gives ``options`` for any training: AdamW's settings do not apply."""
-    return lambda defaults: options
-
-
-def _freezing(defaults: Defaults) -> Options:
-    frozen = {"freeze_step": defaults.warmup, "total_steps": defaults.steps}
-    return _like_adamw(**frozen)(defaults)
-
-
-def _zero_one_adam(defaults: Defaults) -> Options:
-    return _like_adamw(var_freeze_step=max(1, defaults.steps // 2))(defaults)
-
-
-def _local_variance_adam(defaults: Defaults) -> Options:
-    beta1, beta2 = defaults.betas
-    return {**_like_adamw()(defaults), "betas": (halve_ema_horizon(beta1), beta2)}
-
-
-def _low_communication(defaults: Defaults) -> Options:
-    return _like_adamw(total_steps=defaults.steps)(defaults)
-
-
 _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] = {
     # fused: a sixth of the step's time on a CPU
-    "adamw": (torch.optim.AdamW, _like_adamw(fused=True)),
-    "adam": (Adam, _like_adamw()),
-    "amsgrad": (AMSGrad, _like_adamw()),
-    "laprop": (LaProp, _like_adamw()),
-    "muon_adamw": (MuonAdamW, _like_adamw()),
-    "frozen_variance_adam": (FrozenVarianceAdam, _freezing),
-    "local_variance_adam": (LocalVarianceAdam, _local_variance_adam),
-    "low_communication": (low_communication, _low_communication),
-    "local_adamw": (LocalAdamW, _like_adamw()),
-    "local_laprop": (LocalLaProp, _like_adamw()),
-    "compressed_adam": (CompressedAdam, _freezing),
-    "one_bit_adam": (OneBitAdam, _freezing),
-    "one_bit_lamb": (OneBitLamb, _freezing),
-    "zero_one_adam": (ZeroOneAdam, _zero_one_adam),
-    "cd_adam": (CDAdam, _like_adamw()),
-    "micro_adam": (MicroAdam, _like_adamw()),
-    "fetch_sgd": (FetchSGD, _of_its_own(lr=0.05, density=0.01, rows=5, masking=True)),
-    "marina": (Marina, _of_its_own(lr=0.01, p=0.05)),
-    "ef21": (EF21, _of_its_own(lr=0.003, momentum=0.9)),
-    "dgc": (DGC, _of_its_own(lr=0.03, clip_norm=1.0)),
-    "demo": (DeMo, _of_its_own(lr=1e-3)),
-    "cocktail_sgd": (CocktailSGD, _of_its_own(lr=0.003, momentum=0.9)),
-    "safl": (SAFL, _like_adamw(local_steps=1, local_lr=0.1, amsgrad=False)),
-    "fed_avg": (FedAvg, _of_its_own(lr=0.03, local_steps=8)),
+    "adamw": (torch.optim.AdamW, lambda d: d.of_adamw(fused=True)),
+    "adam": (Adam, Defaults.of_adamw),
+    "amsgrad": (AMSGrad, Defaults.of_adamw),
+    "laprop": (LaProp, Defaults.of_adamw),
+    "muon_adamw": (MuonAdamW, Defaults.of_adamw),
+    "frozen_variance_adam": (FrozenVarianceAdam, Defaults.freezing),
+    "local_variance_adam": (
+        LocalVarianceAdam,
+        lambda d: d.of_adamw(betas=(halve_ema_horizon(d.betas[0]), d.betas[1])),
+    ),
+    "low_communication": (low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
+    "local_adamw": (LocalAdamW, Defaults.of_adamw),
+    "local_laprop": (LocalLaProp, Defaults.of_adamw),
+    "compressed_adam": (CompressedAdam, Defaults.freezing),
+    "one_bit_adam": (OneBitAdam, Defaults.freezing),
+    "one_bit_lamb": (OneBitLamb, Defaults.freezing),
+    "zero_one_adam": (ZeroOneAdam, lambda d: d.of_adamw(var_freeze_step=max(1, d.steps // 2))),
+    "cd_adam": (CDAdam, Defaults.of_adamw),
+    "micro_adam": (MicroAdam, Defaults.of_adamw),
+    "fetch_sgd": (FetchSGD, lambda _: {"lr": 0.05, "density": 0.01, "rows": 5, "masking": True}),
+    "marina": (Marina, lambda _: {"lr": 0.01, "p": 0.05}),
+    "ef21": (EF21, lambda _: {"lr": 0.003, "momentum": 0.9}),
+    "dgc": (DGC, lambda _: {"lr": 0.03, "clip_norm": 1.0}),
+    "demo": (DeMo, lambda _: {"lr": 1e-3}),
+    "cocktail_sgd": (CocktailSGD, lambda _: {"lr": 0.003, "momentum": 0.9}),
+    "safl": (SAFL, lambda d: d.of_adamw(local_steps=1, local_lr=0.1, amsgrad=False)),
+    "fed_avg": (FedAvg, lambda _: {"lr": 0.03, "local_steps": 8}),
     # As the paper has it, its first round has nothing but eps to divide by.
-    "fed_ams": (FedAMS, _of_its_own(bias_correction=True, bound="client", local_steps=8)),
-    "fed_lamb": (FedLAMB, _of_its_own(lr=1e-2, local_steps=8)),
-    "diloco": (DiLoCo, _like_adamw(local_steps=30)),
-    "mu_lo_co": (MuLoCo, _like_adamw(local_steps=30)),
-    "sparse_loco": (SparseLoCo, _like_adamw(local_steps=15)),
+    "fed_ams": (FedAMS, lambda _: {"bias_correction": True, "bound": "client", "local_steps": 8}),
+    "fed_lamb": (FedLAMB, lambda _: {"lr": 1e-2, "local_steps": 8}),
+    "diloco": (DiLoCo, lambda d: d.of_adamw(local_steps=30)),
+    "mu_lo_co": (MuLoCo, lambda d: d.of_adamw(local_steps=30)),
+    "sparse_loco": (SparseLoCo, lambda d: d.of_adamw(local_steps=15)),
 }
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
@@ -298,7 +271,9 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-_SPELLINGS = {_plain(s): n for n, entry in OPTIMIZERS.items() for s in (n, entry.type_name)}
+_SPELLINGS = {
+    _plain(s): entry for entry in OPTIMIZERS.values() for s in (entry.name, entry.type_name)
+}
 
 
 def lookup(name: str) -> OptimizerEntry | None:
@@ -309,8 +284,7 @@ def lookup(name: str) -> OptimizerEntry | None:
         >>> lookup("OneBitAdam").name, lookup("onebitadam").name, lookup("zero_adam")
         ('one_bit_adam', 'one_bit_adam', None)
     """
-    key = _SPELLINGS.get(_plain(name))
-    return OPTIMIZERS[key] if key is not None else None
+    return _SPELLINGS.get(_plain(name))
 
 
 def find(name: str) -> OptimizerEntry:

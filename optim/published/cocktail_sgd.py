@@ -1,49 +1,40 @@
-"""SGD on mean gradients that are compressed in both directions, and may be applied a step late."""
+"""SGD on mean gradients that are compressed in both directions."""
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.moments import count_step, values
-from comm_hooks.requirements import require_flag
+from comm_hooks.optim.moments import count_step
 
 
 class CocktailSGD(ExchangingOptimizer):
-    r"""SGD with error feedback at ranks and at owners of shards, with optional one-step delay.
+    r"""SGD with error feedback at ranks and at owners of shards.
 
     CocktailSGD (Wang et al., ICML 2023, section 3), with C = :class:`~comm_hooks.Cocktail`
     (random subset, top-k within it, 4 bits).  Per step t:
 
     1. each rank: a_i = g_i + e_i; it sends C(a_i) and keeps e_i = a_i - C(a_i);
     2. the owner of each shard: b = mean_i C(a_i) + s; it sends C(b) to all and keeps s = b - C(b);
-    3. A_t = all C(b) together;
-    4. with ``delayed`` A = A_{t-1}, and A_0 = 0; else A = A_t;
-    5. u = momentum u + A;
-    6. theta = (1 - lr weight_decay) theta - lr u.
+    3. A = all C(b) together;
+    4. u = momentum u + A;
+    5. theta = (1 - lr weight_decay) theta - lr u.
 
     The exchange takes steps 1 to 3, with ``collective="sharded"``; with ``"all_gather"`` step 2 is
-    left out.  Exempt parameters are averaged exactly, and delayed like the others.
-
-    ``delayed`` is the algorithm of the one-step asynchronous scheme, in which the communication of
-    a step overlaps with the next one's forward and backward pass; this optimizer still waits for
-    it.  A delay halves the largest learning rate: on a quadratic with curvature L, without
-    momentum, it must be below 1/L instead of 2/L.
+    left out.  Exempt parameters are averaged exactly.
 
     Differences to the authors' code: here the gradient is compressed, there the
-    difference between the local and the shared model; momentum is applied after the exchange; for
-    the compressor's differences see :class:`~comm_hooks.Cocktail`.
+    difference between the local and the shared model; no step is applied late; momentum is
+    applied after the exchange; for the compressor's differences see :class:`~comm_hooks.Cocktail`.
 
     Args:
         params, lr, momentum, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: the exchange of steps 1 to 3, with error feedback unless C is unbiased.
-        delayed: whether to apply the aggregate of the step before.
 
-    State per parameter: with momentum ``momentum_buffer`` (u), with ``delayed`` ``pending`` (A_t).
+    State per parameter: with momentum ``momentum_buffer`` (u).
 
-    Not supported: overlap of communication and computation.
+    Not supported: the authors' overlap of communication and computation.
 
     Example::
 
@@ -66,15 +57,9 @@ class CocktailSGD(ExchangingOptimizer):
         lr: float,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
-        delayed: bool = False,
     ) -> None:
-        require_flag(self, "delayed", delayed)
-        super().__init__(
-            params,
-            exchange,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            delayed=delayed,
-        )
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, exchange, defaults)
         memory = exchange.memory
         if memory is None and not exchange.compressor.unbiased:
             raise ValueError(
@@ -85,16 +70,10 @@ class CocktailSGD(ExchangingOptimizer):
             raise ValueError(
                 f"CocktailSGD: memory must be ErrorFeedback; {memory} sends changes of gradients"
             )
-        self.delayed = delayed
 
     def _step(self, gradients: Tensors) -> None:
-        states = self._states(*["pending"] * self.delayed)
+        states = self._states()
         if not self._average(self._named(gradients)):
             return
-        if self.delayed:
-            pending = values(states, "pending")
-            arrived = torch._foreach_mul(pending, 1.0)
-            torch._foreach_copy_(pending, gradients)
-            gradients = list(arrived)
         self._descend_with_momentum(gradients, states)
         count_step(states)

@@ -5,7 +5,7 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
-from comm_hooks.optim.moments import adamw_, average_, count_step, descend_, roots, values
+from comm_hooks.optim.moments import adamw_, average_, count_step, descend_, roots, values, zeros
 from comm_hooks.optim.published.one_bit import FreezingOptimizer
 from comm_hooks.requirements import require_flag
 
@@ -106,11 +106,6 @@ class CompressedAdam(FreezingOptimizer):
 
     def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq", "shape")
-        if "power" not in states[0]:
-            for state in states:
-                state["power"] = torch.zeros(
-                    (), device=state["exp_avg"].device, dtype=torch.float32
-                )
         t = int(states[0]["step"]) + 1
         is_warm_up = self._is_exact(states)
         momenta = gradients if is_warm_up else self._own_momenta(gradients, states)
@@ -153,7 +148,7 @@ class CompressedAdam(FreezingOptimizer):
             if self.scaled:
                 torch._foreach_mul_(new, _scales(states, group))
             torch._foreach_copy_(m, new)
-        average_(values(states, "power"), power, beta2)
+        average_(zeros(states, "power", power), power, beta2)
 
     def _freeze(self) -> None:
         """Replace v in ``exp_avg_sq`` by its frozen shape u, once, after ``freeze_step`` steps."""

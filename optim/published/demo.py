@@ -12,7 +12,6 @@ from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.randomness import Draw
-from comm_hooks.requirements import require_choice
 
 
 class DeMo(ExchangingOptimizer):
@@ -26,12 +25,8 @@ class DeMo(ExchangingOptimizer):
        (:class:`~comm_hooks.DCTTopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
     3. theta = (1 - lr weight_decay) theta - lr sign(mean_i q_i), with sign(0) = 0.
 
-    The mean of a coefficient is over the ranks that sent it, as in the authors' code, or with
-    ``mean="ranks"`` over all.  Each coefficient keeps its sign either way, but where few ranks sent
-    one it weighs less in the second, in the elements that are sums of several.  After a first step
-    with gradients that share a fifth of their variance, 98 % of the elements' signs are the
-    same at two ranks and 95 % at four.  With TopK, which has elements instead of coefficients,
-    all are.
+    The mean of a coefficient is over the ranks that sent it, as in the authors' code.  With TopK,
+    which has elements instead of coefficients, signs do not depend on that.
 
     Exempt parameters send all of delta_i, so that nothing stays in it: they take steps of
     lr sign(mean_i g_i).  The authors treat one-dimensional parameters like the others.
@@ -43,7 +38,6 @@ class DeMo(ExchangingOptimizer):
         params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: an exchange with DCTTopK (or TopK) and ErrorFeedback(decay=0.999), as published.
         lr: learning rate, of the size of AdamW's, since steps are signs.
-        mean: whether a coefficient's mean is over its ``"senders"`` or all ``"ranks"``.
 
     State: none in the optimizer; the exchange holds the momenta.
 
@@ -71,17 +65,15 @@ class DeMo(ExchangingOptimizer):
         *,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
-        mean: str = "senders",
     ) -> None:
-        require_choice(self, "mean", mean, ("senders", "ranks"))
-        super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, mean=mean)
+        super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay})
         if not isinstance(exchange.memory, ErrorFeedback):
             raise ValueError(
                 "DeMo: the momentum is the exchange's residual; give it memory="
                 f"ErrorFeedback(decay=0.999), not {exchange.memory}"
             )
         self._compress: bool | Compressor = True
-        if mean == "senders" and isinstance(exchange.compressor, DCTTopK):
+        if isinstance(exchange.compressor, DCTTopK):
             self._compress = _MeanOfSenders(**asdict(exchange.compressor))
 
     def _step(self, gradients: Tensors) -> None:

@@ -11,7 +11,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.sparse import RandomK, TopK
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.momentum_correction import MomentumCorrection
-from comm_hooks.optim.base import States, Tensors, block
+from comm_hooks.optim.base import Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import count_step, momentum_, zeros
 from comm_hooks.requirements import require_integer, require_within
@@ -107,7 +107,13 @@ class DGC(ExchangingOptimizer):
         compress = self._sparser(int(states[0]["step"]))
         if not self._average(self._named(gradients), compress=compress):
             return
-        self._descend(self._with_momentum(gradients, states))
+        exempt = [i for i, g in enumerate(gradients) if self.exchange.settings.exempts(g.shape)]
+        if exempt:
+            new = [gradients[i] for i in exempt]
+            buffers = zeros([states[i] for i in exempt], "momentum_buffer", new)
+            for i, update in zip(exempt, momentum_(buffers, new, self.momentum), strict=True):
+                gradients[i] = update
+        self._descend(gradients)
         count_step(states)
 
     def _clip(self, gradients: Tensors, clip_norm: float) -> None:
@@ -124,13 +130,3 @@ class DGC(ExchangingOptimizer):
             return True
         passed = (DENSITIES - 1) * step // self.warmup_steps / (DENSITIES - 1)
         return dataclasses.replace(self._compressor, density=FIRST_DENSITY * ratio**passed)
-
-    def _with_momentum(self, aggregates: Tensors, states: States) -> Tensors:
-        """Return the updates: momenta of exempt parameters, and the aggregates of all others."""
-        exempt = [i for i, a in enumerate(aggregates) if self.exchange.settings.exempts(a.shape)]
-        if not exempt:
-            return aggregates
-        new = [aggregates[i] for i in exempt]
-        buffers = zeros([states[i] for i in exempt], "momentum_buffer", new)
-        by_place = dict(zip(exempt, momentum_(buffers, new, self.momentum), strict=True))
-        return [by_place.get(i, aggregate) for i, aggregate in enumerate(aggregates)]

@@ -1,7 +1,5 @@
 """CD-Adam and EF21: ranks send compressed changes of their gradients."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -32,30 +30,24 @@ class DifferencesOptimizer(ExchangingOptimizer):
 
     needs = ("memory",)
 
-    def __init__(
-        self, params: ParamsT, exchange: Exchange, defaults: Group, **settings: Any
-    ) -> None:
-        if isinstance(exchange, Exchange):
-            memory = exchange.memory
-            if memory is None or not memory.sends_changes:
-                raise ValueError(
-                    f"{type(self).__name__}: the exchange's memory must be Differences(), got "
-                    f"{memory}: write Exchange({exchange.compressor}, memory=Differences())"
-                )
-        super().__init__(params, exchange, defaults, **settings)
+    def __init__(self, params: ParamsT, exchange: Exchange, defaults: Group) -> None:
+        super().__init__(params, exchange, defaults)
+        memory = exchange.memory
+        if memory is None or not memory.sends_changes:
+            raise ValueError(
+                f"{type(self).__name__}: the exchange's memory must be Differences(), got "
+                f"{memory}: write Exchange({exchange.compressor}, memory=Differences())"
+            )
 
     def _aggregate(self, gradients: Tensors, states: States) -> bool:
         """Update ``aggregate`` in every state; return whether all ranks' messages were finite."""
         if not self._average(self._named(gradients)):
             return False
-        exempt = [self.exchange.settings.exempts(gradient.shape) for gradient in gradients]
-        work = list(zip(exempt, states, gradients, strict=True))
-        changed = [(s["aggregate"], g) for is_exempt, s, g in work if not is_exempt]
-        replaced = [(s["aggregate"], g) for is_exempt, s, g in work if is_exempt]
-        if changed:
-            torch._foreach_add_([a for a, _ in changed], [change for _, change in changed])
-        if replaced:
-            torch._foreach_copy_([a for a, _ in replaced], [mean for _, mean in replaced])
+        aggregates = values(states, "aggregate")
+        exempt = [a for a in aggregates if self.exchange.settings.exempts(a.shape)]
+        if exempt:
+            torch._foreach_zero_(exempt)
+        torch._foreach_add_(aggregates, gradients)
         return True
 
 
@@ -110,12 +102,7 @@ class CDAdam(DifferencesOptimizer):
         bias_correction: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            exchange,
-            {**defaults, "bias_correction": bias_correction},
-            bias_correction=bias_correction,
-        )
+        super().__init__(params, exchange, {**defaults, "bias_correction": bias_correction})
 
     def _step(self, gradients: Tensors) -> None:
         states = self._states("aggregate", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")

@@ -114,9 +114,8 @@ class FetchSGD(ExchangingOptimizer):
         self.rows = rows
         self.masking = masking
         # One key for all steps: sketches of different steps are added up.
-        self._keys = fork_all([derive_key(exchange.settings.seed, 0, SKETCH)], range(rows))[
-            :, 0
-        ].tolist()
+        key = derive_key(exchange.settings.seed, 0, SKETCH)
+        self._keys = fork_all([key], range(rows))[:, 0].tolist()
 
     def _step(self, gradients: Tensors) -> None:
         lr, momentum = self._shared("lr"), self._shared("momentum")
@@ -132,7 +131,9 @@ class FetchSGD(ExchangingOptimizer):
             message = {SKETCH: sketch.flatten(), **exempt}
         is_finite = self._average(message, compress=False)
         if sketched:
-            self._count_saved(vector.numel() - sketch.numel())
+            # The reference of stats() sends the gradients, not their sketch.
+            saved, ranks = vector.numel() - sketch.numel(), self.exchange.transport.world_size
+            self.exchange.count_traffic(0, 2 * (ranks - 1) * saved * 4 // ranks)
         if not is_finite:
             return
         for _, group in self._groups():
@@ -151,7 +152,9 @@ class FetchSGD(ExchangingOptimizer):
 
     def _largest(self, sketches: torch.Tensor, numel: int) -> torch.Tensor:
         """Return Delta of step 4, a dense vector: the largest elements of unsk(``sketches``)."""
-        estimate = self._unsketch(sketches, numel)
+        decompress = self.exchange.compressor.decompress
+        rows = zip(sketches, self._keys, strict=True)
+        estimate = median([decompress(sketch, numel, key=key) for sketch, key in rows])
         places = estimate.abs().topk(math.ceil(self.density * numel), sorted=False).indices
         return torch.zeros_like(estimate).index_copy_(0, places, estimate[places])
 
@@ -190,15 +193,6 @@ class FetchSGD(ExchangingOptimizer):
         compressor = self.exchange.compressor
         return torch.stack([compressor.compress(vector, key=key) for key in self._keys])
 
-    def _unsketch(self, sketches: torch.Tensor, numel: int) -> torch.Tensor:
-        compressor = self.exchange.compressor
-        return median(
-            [
-                compressor.decompress(sketch, numel, key=key)
-                for sketch, key in zip(sketches, self._keys, strict=True)
-            ]
-        )
-
     def _shared(self, name: str) -> float:
         """Return a hyperparameter's value; raise ``ValueError`` if it differs between groups."""
         values = {group[name] for group in self.param_groups}
@@ -208,11 +202,6 @@ class FetchSGD(ExchangingOptimizer):
                 f"{sorted(values)}"
             )
         return values.pop()
-
-    def _count_saved(self, elements: int) -> None:
-        """Count the bytes that uncompressed gradients take beyond a sketch, for ``stats()``."""
-        ranks = self.exchange.transport.world_size
-        self.exchange.count_traffic(0, 2 * (ranks - 1) * elements * 4 // ranks)
 
 
 def median(estimates: list[torch.Tensor]) -> torch.Tensor:

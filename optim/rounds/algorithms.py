@@ -25,7 +25,7 @@ from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad, LocalLAMB, check_clients
-from comm_hooks.requirements import require_callable, require_flag, require_kind
+from comm_hooks.requirements import require_callable, require_flag
 
 
 class FedAvg(LocalRounds):
@@ -138,7 +138,7 @@ class LocalAdamW(LocalRounds):
     Args:
         exchange: any exchange.
         lr, betas, weight_decay: the settings of the inner AdamW.
-        fragments, look_ahead: see :class:`LocalRounds`.
+        fragments: see :class:`LocalRounds`.
         outer_lr, outer_momentum: the settings of the server's SGD.
 
     Example::
@@ -167,7 +167,6 @@ class LocalAdamW(LocalRounds):
         fragments: int = 1,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        look_ahead: float = 0.0,
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
@@ -178,7 +177,6 @@ class LocalAdamW(LocalRounds):
             SGD(members, lr=outer_lr, momentum=outer_momentum),
             local_steps=local_steps,
             fragments=fragments,
-            look_ahead=look_ahead,
         )
 
 
@@ -312,20 +310,15 @@ class SparseLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        require_kind(self, "exchange", exchange, Exchange)
+        members: Any = list(params)  # iterated over twice
+        server = SGD(members, lr=outer_lr)
+        super().__init__(AdamW(members, **settings), exchange, server, local_steps=local_steps)
         memory = exchange.memory
         if not isinstance(memory, ErrorFeedback) or memory.decay == 1:
             raise ValueError(
                 f"SparseLoCo: the exchange's memory must be ErrorFeedback(decay=0.95) or another "
                 f"decay below 1, got {memory!r}"
             )
-        members: Any = list(params)  # iterated over twice
-        super().__init__(
-            AdamW(members, **settings),
-            exchange,
-            SGD(members, lr=outer_lr),
-            local_steps=local_steps,
-        )
 
 
 class FedAMS(LocalRounds):
@@ -489,17 +482,16 @@ class SAFL(LocalRounds):
         participation: ClientSampling | None = None,
     ) -> None:
         require_flag(self, "amsgrad", amsgrad)
-        require_kind(self, "exchange", exchange, Exchange)
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, local_lr=local_lr)
-        if not (exchange.compressor.linear and exchange.compressor.unbiased):
-            raise ValueError(
-                f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "
-                "GaussianSketch (or LocalRounds, which takes any compressor)"
-            )
         members: Any = list(params)  # iterated over twice
         inner = SGD(members, lr=local_lr)
         server = (AMSGrad if amsgrad else Adam)(members, **settings)
         super().__init__(
             inner, exchange, server, local_steps=local_steps, participation=participation
         )
+        if not (exchange.compressor.linear and exchange.compressor.unbiased):
+            raise ValueError(
+                f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "
+                "GaussianSketch (or LocalRounds, which takes any compressor)"
+            )

@@ -6,7 +6,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.participation import ClientSampling
-from comm_hooks.optim.rounds.shared_moments import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 from comm_hooks.requirements import (
     require_choice,
     require_flag,
@@ -73,7 +73,7 @@ def check_rounds(
         f"{type(inner).__name__}: use SAFL, FedAvg, or LocalRounds with an inner optimizer with "
         "moments that stay with each client, such as AdamW": participation is not None
         and not participation.averages_statistics
-        and isinstance(inner, SharesStatistics),
+        and isinstance(inner, LocalAMSGrad),
         "local_steps is needed: the number of steps between two exchanges": local_steps is None
         and not has_clients,
         "fragments cannot be combined with participation": fragments > 1 and has_clients,

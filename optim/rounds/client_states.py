@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from comm_hooks.memory.base import Memory
+from comm_hooks.optim.base import parameters_of
 
 
 class ClientStates:
@@ -69,7 +70,7 @@ class ClientStates:
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return a dict from client to its inner state, by parameter index, and memory's state."""
-        places = {p: place for place, p in enumerate(self._parameters())}
+        places = {p: place for place, p in enumerate(parameters_of(self._inner.param_groups))}
         return {
             client: {
                 "inner": {
@@ -87,7 +88,7 @@ class ClientStates:
         Raises:
             ValueError: if a memory's state is of another kind; nothing is changed.
         """
-        parameters = self._parameters()
+        parameters = parameters_of(self._inner.param_groups)
         memories: dict[int, Memory] = {}
         for client, saved in state.items():
             if self._template and saved["memory"]:
@@ -99,9 +100,6 @@ class ClientStates:
             for client, saved in state.items()
             if saved["inner"]
         }
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self._inner.param_groups for p in group["params"]]
 
 
 def _copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

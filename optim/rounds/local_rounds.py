@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.checks import check_rounds
-from comm_hooks.optim.rounds.client_rounds import ClientRounds
+from comm_hooks.optim.rounds.client_rounds import play_round
 from comm_hooks.optim.rounds.participation import Aggregate, ClientSampling
-from comm_hooks.optim.rounds.rank_rounds import RankRounds
 from comm_hooks.optim.rounds.round_exchange import RoundExchange
 from comm_hooks.optim.rounds.state import RoundsState
 from comm_hooks.optim.rounds.turns import mark_taken
@@ -125,12 +124,6 @@ class LocalRounds(WrappingOptimizer):
         >>> rounds.synchronize()
     """
 
-    published: ClassVar[Mapping[str, Any]]
-    """The authors' settings of the exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
-
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
-
     # GradScaler then calls step() on every rank, also on one that overflowed: its step does not
     # count for the parameters, but it does for when to exchange.
     _step_supports_amp_scaling = True
@@ -180,8 +173,15 @@ class LocalRounds(WrappingOptimizer):
         self._nbytes = sum(p.nbytes for p in self.parameters)
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
         self._averaging = AveragingCheck()
-        self._round = RoundExchange(inner, exchange, self.round_state, participation, look_ahead)
-        self._of_ranks = RankRounds(self._round, self._frozen, shared_decay=shared_decay)
+        self._round = RoundExchange(
+            inner,
+            exchange,
+            self.round_state,
+            self._frozen,
+            participation=participation,
+            look_ahead=look_ahead,
+            shared_decay=shared_decay,
+        )
         exchange.agree_on(
             {
                 **settings,
@@ -226,14 +226,14 @@ class LocalRounds(WrappingOptimizer):
         The inner optimizer's hyperparameters are among them unless there are clients, which may
         have their own.
         """
-        found: dict[str, Any] = {"local step": self.steps, "round": self.round_index}
-        if self.participation is not None:
-            del found["local step"]  # clients may have different amounts of data
-        parts = {"server": self.server, "inner": self.inner}
-        for name, optimizer in parts.items():
-            if name == "server" or self.participation is None:
-                groups = hyperparameters_of(optimizer.param_groups)
-                found |= {f"{name} {key}": value for key, value in groups.items()}
+        found: dict[str, Any] = {"round": self.round_index}
+        optimizers = {"server": self.server}
+        if self.participation is None:  # clients may have different amounts of data
+            found["local step"] = self.steps
+            optimizers["inner"] = self.inner
+        for name, optimizer in optimizers.items():
+            groups = hyperparameters_of(optimizer.param_groups)
+            found |= {f"{name} {key}": value for key, value in groups.items()}
         if self.shared_decay:  # which all ranks take at x for the parameters that train
             pairs = zip(self.names(), self.parameters, strict=True)
             found["frozen parameters"] = [name for name, p in pairs if not trains(p)]
@@ -277,10 +277,7 @@ class LocalRounds(WrappingOptimizer):
             self.inner.step()
         ranks = transport.world_size
         state.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
-        if self.participation is None:
-            self._of_ranks.end_step(is_skipped=is_skipped)
-        else:
-            state.clock.tick()
+        self._round.end_step(is_skipped=is_skipped)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -289,7 +286,7 @@ class LocalRounds(WrappingOptimizer):
         outstanding = state.clock.outstanding
         with state.model.hidden():
             if self.participation is None and outstanding:
-                self._of_ranks.exchange(outstanding)
+                self._round.exchange_fragments(outstanding)
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 state.model.restore()
         state.model.note()
@@ -367,8 +364,9 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.require_no_round("clients()")
         self.round_state.begin()
         self.round_state.warn_of_losses()
-        rounds = ClientRounds(self._round, self.participation, self._averaging, self.server)
-        yield from rounds.play(self._conclude)
+        yield from play_round(
+            self._round, self.participation, self._averaging, self.server, self._conclude
+        )
 
     def _conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Let the server step along the mean of a round of clients; subclasses may refuse it."""

@@ -1,11 +1,13 @@
-"""One exchange of local progress: the common part of rounds of ranks and rounds of clients."""
+"""Exchanges of local progress: of ranks after fixed local steps, and of clients."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
     ClientSampling,
@@ -13,7 +15,7 @@ from comm_hooks.optim.rounds.participation import (
     Contribution,
     PlainCollection,
 )
-from comm_hooks.optim.rounds.shared_moments import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 from comm_hooks.optim.rounds.state import RoundsState
 from comm_hooks.warnings import warn_program
 
@@ -25,11 +27,10 @@ class RoundExchange:
     """Collects the progress of ranks or clients and moves the shared model by its mean.
 
     Args:
-        inner: the optimizer of the local steps.
-        exchange: the exchange that averages deltas over ranks.
+        inner, exchange, participation, look_ahead, shared_decay: see
+            :class:`~comm_hooks.optim.LocalRounds`.
         state: the state of the rounds.
-        participation: the draw of the clients; None if every rank is one client.
-        look_ahead: the share of its residual that a rank subtracts from its start.
+        frozen: the check that warns of parameters that are frozen later.
     """
 
     def __init__(
@@ -37,23 +38,26 @@ class RoundExchange:
         inner: Optimizer,
         exchange: Exchange,
         state: RoundsState,
+        frozen: FrozenParameters,
+        *,
         participation: ClientSampling | None,
         look_ahead: float,
+        shared_decay: bool,
     ) -> None:
         self.inner = inner
         self.exchange = exchange
         self.state = state
-        self.participation = participation
-        self.look_ahead = look_ahead
+        self._frozen = frozen
+        self._participation = participation
+        self._look_ahead = look_ahead
+        self._shared_decay = shared_decay
 
     def contribution(self, client: int, places: Sequence[int]) -> Contribution | None:
         """Return a client's progress since the last exchange, for the parameters at ``places``.
 
         None if it is not finite, or so large that a sum over clients would not be finite.
         """
-        delta, statistics = self.state.model.progress(places), {}
-        if isinstance(self.inner, SharesStatistics):
-            statistics = self.inner.statistics()
+        delta, statistics = self.state.model.progress(places), self._statistics()
         if not is_finite([*delta, *statistics.values()]):
             return None
         return Contribution(client, delta, statistics)
@@ -62,12 +66,14 @@ class RoundExchange:
         """Return an empty collection for one exchange of the parameters at ``places``."""
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
-        statistics = {}
-        if isinstance(self.inner, SharesStatistics):
-            statistics = {n: torch.zeros_like(t) for n, t in self.inner.statistics().items()}
-        if self.participation is None:
+        statistics = {name: torch.zeros_like(t) for name, t in self._statistics().items()}
+        if self._participation is None:
             return PlainCollection(self.exchange, delta, statistics)
-        return self.participation.collection(self.exchange, delta, statistics)
+        return self._participation.collection(self.exchange, delta, statistics)
+
+    def _statistics(self) -> dict[str, torch.Tensor]:
+        """Return the inner optimizer's tensors that are averaged over clients, by name."""
+        return self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
 
     def conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Warn of clients without a contribution, and let the server step along the mean delta."""
@@ -83,14 +89,72 @@ class RoundExchange:
             state.model.restore(places)
         else:
             state.model.step(places, aggregate.delta)
-            if self.look_ahead:
+            if self._look_ahead:
                 memory = self.exchange.memory
                 assert memory
                 residuals = [memory.vector(state.names[i]) for i in places]
-                state.model.look_ahead(places, residuals, self.look_ahead)
-            if isinstance(self.inner, SharesStatistics):
+                state.model.look_ahead(places, residuals, self._look_ahead)
+            if isinstance(self.inner, LocalAMSGrad):
                 self.inner.set_statistics(aggregate.statistics)
         state.round_index += 1
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Count a local step and exchange the fragment that is due after it.
+
+        Args:
+            is_skipped: whether a GradScaler has left the inner step out.
+        """
+        if self._shared_decay:
+            self._decay(is_skipped)
+        if due := self.state.clock.tick():
+            self.exchange_fragments(due)
+
+    def exchange_fragments(self, fragments: Sequence[int]) -> None:
+        """Exchange this rank's progress on fragments, and move these parts of the shared model."""
+        state, exchange = self.state, self.exchange
+        places = state.clock.places(fragments)
+        self._frozen.check_later(
+            [state.names[i] for i in places if not trains(state.parameters[i])]
+        )
+        if self._shared_decay:
+            # The weight decay of the local steps since the last exchange.
+            trained = [i for i in places if trains(state.parameters[i])]
+            if trained:
+                state.model.shrink(trained, state.decay[trained].tolist())
+            state.decay[list(places)] = 1.0
+        contribution = self.contribution(exchange.transport.rank, places)
+        if contribution is None:
+            # The other fragments are likely to be as bad.
+            self.inner.state.clear()
+            state.model.restore()
+            if self._shared_decay:  # the shared model's outstanding decay is no local progress
+                self._shrink(range(len(state.parameters)), state.decay)
+        collection = self.collection(places)
+        ranks = range(exchange.transport.world_size)
+        collection.add(ranks, contribution, exchange.memory)
+        self.conclude(places, collection.finish())
+        state.clock.note_exchange(fragments)
+
+    def _decay(self, is_skipped: bool) -> None:
+        """Record the weight decay of a local step; apply it where the inner optimizer has not.
+
+        All ranks must apply the same decay, although some may have had no gradient.
+        """
+        state = self.state
+        of_groups = [1 - group["lr"] * group["weight_decay"] for group in self.inner.param_groups]
+        factors = np.array(of_groups)[state.groups]
+        state.decay *= factors
+        self._shrink(
+            [i for i, p in enumerate(state.parameters) if is_skipped or p.grad is None], factors
+        )
+
+    def _shrink(self, places: Sequence[int], factors: np.ndarray) -> None:
+        """Multiply the live parameters at these indices, except for frozen ones, by ``factors``."""
+        parameters = self.state.parameters
+        places = [i for i in places if trains(parameters[i])]
+        if places:
+            live = [parameters[i].detach() for i in places]
+            torch._foreach_mul_(live, factors[places].tolist())
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,26 +1,15 @@
 """The local optimizers of Fed-AMS and FED-LAMB: local moments, and a shared maximum of v."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, widened
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import averages_, corrected, count_step, values
+from comm_hooks.optim.moments import averages_, corrected, count_step, prepared, values
 from comm_hooks.requirements import require_choice
-
-
-@runtime_checkable
-class SharesStatistics(Protocol):
-    """An inner optimizer with tensors that are averaged over clients at the end of a round."""
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's tensors to average; names and shapes are equal on all clients."""
-
-    def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Replace these tensors by their mean over the round's clients."""
 
 
 def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
@@ -113,14 +102,8 @@ class LocalAMSGrad(BatchedOptimizer):
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """Return this client's v' as ``{"v.0": ..., "v.1": ...}``, by parameter index."""
-        own = {
-            p: moment
-            for group in self.param_groups
-            for p, moment in zip(
-                group["params"], self._second_moments(group["params"], group), strict=True
-            )
-        }
-        return {f"v.{place}": own[p].clone() for place, p in enumerate(self._v_hat)}
+        own = [v for g in self.param_groups for v in self._second_moments(g["params"], g)]
+        return {f"v.{place}": v.clone() for place, v in enumerate(own)}
 
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Set v_hat to the maximum of v_hat and the mean of the clients' v'."""
@@ -140,10 +123,9 @@ class LocalAMSGrad(BatchedOptimizer):
 
     def _states(self, parameters: Tensors, group: Group) -> list[dict[str, Any]]:
         states = [self.state[p] for p in parameters]
+        prepared(states, parameters, torch.float32, "exp_avg")
         for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            if "exp_avg_sq" not in state:
                 eps = group["eps"]
                 state["exp_avg_sq"] = torch.full_like(parameter, eps, dtype=torch.float32)
         return states
@@ -228,4 +210,4 @@ class LocalLAMB(LocalAMSGrad):
         norms = torch.stack(torch._foreach_norm(directions))
         ratios = torch.where((scales > 0) & (norms > 0), scales / norms, 1.0)
         torch._foreach_mul_(directions, list(ratios.unbind()))
-        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        super()._move(parameters, directions, group)

@@ -77,11 +77,6 @@ class RoundsState:
         self._is_resumed = False
 
     @property
-    def is_written_to(self) -> bool:
-        """Whether code outside of the rounds has written to parameters since the rounds did."""
-        return self.model.is_written_to
-
-    @property
     def overwritten(self) -> list[torch.Tensor]:
         """The parameters that outside code has changed while the shared model is shown."""
         return [self.parameters[place] for place in self.model.overwritten]
@@ -263,7 +258,7 @@ class RoundsState:
     def warn_of_losses(self) -> None:
         """Warn, once after loading, of residuals or local progress that the next step loses."""
         is_resumed, self._is_resumed = self._is_resumed, False
-        if is_resumed and self.is_written_to:
+        if is_resumed and self.model.is_written_to:
             warn_program(
                 f"{self._owner}: parameters were written to after load_state_dict() of the rounds, "
                 "which had put the local progress of this rank there: load or broadcast the model "

@@ -68,8 +68,7 @@ NAN, INF = float("nan"), float("inf")
         ("ef21", {"momentum": 0.9, **GATHER}),
         ("micro_4", {}),
         ("micro_32", {}),
-        ("cocktail", {"delayed": False, "momentum": 0.5}),
-        ("cocktail", {"delayed": True, "momentum": 0.5}),
+        ("cocktail", {"momentum": 0.5}),
         ("demo", GATHER),
         ("dgc", {"clip_norm": None, **GATHER}),
         ("dgc", {"clip_norm": 1.0, **GATHER}),
@@ -126,7 +125,7 @@ def test_an_overflow_under_a_scaler_skips_the_step_on_all(
         ("ef21", GATHER),
         ("micro_4", {}),
         ("micro_4", GATHER),
-        ("cocktail", {"delayed": True, "momentum": 0.5}),
+        ("cocktail", {"momentum": 0.5}),
         ("demo", GATHER),
         ("dgc", {"warmup_steps": 24, **GATHER}),  # saved between two densities
         ("fetch", {"masking": True, "collective": "auto"}),
@@ -234,7 +233,7 @@ def test_sparse_gradients_are_refused(kind: str) -> None:
 
 FREEZE = {"freeze_step": 1}
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
-    *((kind, {"eps": NAN}, "eps must not be negative") for kind in (CompressedAdam, OneBitAdam)),
+    *((kind, {"eps": NAN}, r"eps must lie in \[0, inf\)") for kind in (CompressedAdam, OneBitAdam)),
     *(
         (kind, {"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)")
         for kind in (LocalVarianceAdam, CompressedAdam, OneBitAdam, ZeroOneAdam, CDAdam, MicroAdam)
@@ -288,7 +287,6 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (CocktailSGD, {"exchange": Exchange(TopK(), None)}, "drops elements for ever"),
     (CocktailSGD, {"exchange": Exchange(TopK(), Differences())}, "sends changes of gradients"),
-    (DeMo, {"mean": "all"}, "DeMo: mean must be one of senders, ranks, got 'all'"),
     (DeMo, {"exchange": Exchange(TopK(), None)}, "the momentum is the exchange's residual"),
     (DeMo, {"exchange": Exchange(TopK(), MomentumCorrection())}, "not MomentumCorrection"),
     (DGC, {"warmup_steps": -1}, r"warmup_steps must lie in \[0, inf\)"),
@@ -354,8 +352,8 @@ def test_what_cannot_work_is_refused(kind: type, options: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"weight_decay": NAN}, "weight_decay must not be negative"),
+        ({"lr": -1.0}, r"lr must lie in \[0, inf\)"),
+        ({"weight_decay": NAN}, r"weight_decay must lie in \[0, inf\)"),
         ({"maximize": True}, "a group has maximize=True, which .* does not have"),
     ],
 )

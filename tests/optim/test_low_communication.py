@@ -131,7 +131,7 @@ def test_a_wait_that_nobody_checked_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, r"low_communication: lr must not be negative"),
+        ({"lr": -1.0}, r"low_communication: lr must lie in \[0, inf\)"),
         ({"betas": (1.0, 0.9)}, r"low_communication: betas"),
         ({"weight_decay": float("nan")}, r"low_communication: weight_decay"),
         ({"bits_per_parameter": 0.0}, r"low_communication: bits_per_parameter must lie in"),

@@ -15,7 +15,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.rounds.algorithms import FedAMS, FedAvg, FedLAMB
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import Participation
-from comm_hooks.optim.rounds.shared_moments import SharesStatistics
+from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
 
 BETAS = (0.9, 0.999)
 LAMBDAS = (0.0, 0.01, 0.1)
@@ -95,6 +95,6 @@ def _method(name: str, division: Division, plan: Plan, fraction: float) -> Metho
 def upload(rounds: LocalRounds) -> int:
     """Return the bytes that a client sends in a round: its model, and its v if it has one."""
     sent = [p for group in rounds.inner.param_groups for p in group["params"]]
-    if isinstance(rounds.inner, SharesStatistics):
+    if isinstance(rounds.inner, LocalAMSGrad):
         sent += rounds.inner.statistics().values()
     return sum(tensor.nbytes for tensor in sent)

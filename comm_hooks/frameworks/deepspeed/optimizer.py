@@ -9,7 +9,7 @@ import torch
 from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives.requests import AllReduce
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim import Adam, AMSGrad, LocalRounds
+from comm_hooks.optim import Adam, LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.shared_model import attach_shared_model
 
@@ -50,7 +50,7 @@ def attach(engine: Any) -> OptimizerState | LocalRounds | None:
     # Older releases have no attribute where there is no optimizer.
     optimizer, wrapper = getattr(engine, "basic_optimizer", None), engine.optimizer
     name, keeps_copies = type(optimizer).__name__, type(wrapper).__name__ == "FP16_UnfusedOptimizer"
-    if isinstance(optimizer, Adam | AMSGrad) and keeps_copies:
+    if isinstance(optimizer, Adam) and keeps_copies:
         # The step with zero gradients has decayed the copies.
         optimizer.state.clear()
         wrapper.refresh_fp32_params()

@@ -246,9 +246,9 @@ def test_the_papers_learning_rates_of_dp_sgd(phi: float, limit: float) -> None:
     ("phi", "error", "message"),
     [
         (None, RuntimeError, "noise_variance is not known, .* of p.grad"),
-        (-1.0, ValueError, "noise_variance must not be negative, got -1.0"),
-        (float("nan"), ValueError, "noise_variance must not be negative, got nan"),
-        (float("inf"), ValueError, "noise_variance must be finite, got inf"),
+        (-1.0, ValueError, r"noise_variance must lie in \[0, inf\), got -1.0"),
+        (float("nan"), ValueError, r"noise_variance must lie in \[0, inf\), got nan"),
+        (float("inf"), ValueError, r"noise_variance must lie in \[0, inf\), got inf"),
     ],
     ids=str,
 )

@@ -66,7 +66,7 @@ def test_elements_without_a_gradient_until_then_are_only_decayed(eps: float) -> 
     [
         ({"freeze_step": 0}, "freeze_step must be an integer of at least 1, got 0"),
         ({"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9"),
-        ({"freeze_step": 9, "lr": -1.0}, "lr must not be negative"),
+        ({"freeze_step": 9, "lr": -1.0}, r"lr must lie in \[0, inf\)"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:

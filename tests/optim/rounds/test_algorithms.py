@@ -416,7 +416,7 @@ def test_a_layer_of_norm_zero_moves(ranks_of: RanksOf) -> None:
             lambda p: FedLAMB(p, Exchange(Identity()), local_steps=1, phi=torch.zeros_like),
             "phi must be positive",
         ),
-        (lambda p: FedLAMB(p, Exchange(Identity()), local_steps=1, lr=-1.0), "lr must not be neg"),
+        (lambda p: FedLAMB(p, Exchange(Identity()), local_steps=1, lr=-1.0), "lr must lie in"),
         (lambda p: FedAMS(p, Exchange(Identity()), local_steps=1, eps=0.0), "eps must be positive"),
         (
             lambda p: FedAMS(p, Exchange(Identity()), local_steps=1, bound="all"),

@@ -352,7 +352,7 @@ def left_early() -> None:
         for place, state in saved["inner"].items():
             for name, value in state.items():
                 assert torch.equal(again[client]["inner"][place][name], value)
-    assert not rounds.round_state.is_written_to, "they have written themselves"
+    assert not rounds.round_state.model.is_written_to, "they have written themselves"
     play(parameters, rounds, 1)
     assert rounds.round_index == 4
 
