@@ -12,7 +12,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.exchange import noise_hook as hooks
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.private.accounting.releases import Releases
-from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
+from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import PLACES, Place, Scheme, judge
@@ -113,7 +113,13 @@ class GaussianMechanism(Settled, Unrepeatable):
         require_choice(self, "noise", noise, get_args(NoiseKind))
         if secret is not None:
             require_kind(self, "secret", secret, Secret)
-        require_nothing_remembered(exchange)
+        state = exchange.state_dict()
+        if state.get("memory") or state.get("server_memory"):
+            raise PrivacyError(
+                "the exchange has residuals, perhaps of gradients without noise, and would "
+                "release them: give a new Exchange. Load a private exchange's checkpoint after "
+                "make_private()"
+            )
         self.exchange = exchange
         self.place = place
         self.noise_multiplier = noise_multiplier
@@ -137,12 +143,6 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
         exchange.agree_on({"placement": place, **{n: getattr(self, n) for n in _SETTINGS}})
-
-    def change(self, **settings: float) -> None:
-        """Change settings of the coming releases; the caller enters them into the ledger."""
-        for name, value in settings.items():
-            resettle(self, name, value)
-        self.exchange.agree_on(settings)
 
     def require_unchanged(self) -> None:
         """Raise ``PrivacyError`` if the exchange was changed after it was judged."""
@@ -244,16 +244,6 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
         "transport": exchange.transport,
         "provenance": exchange.state.provenance,
     }
-
-
-def require_nothing_remembered(exchange: Exchange) -> None:
-    """Raise ``PrivacyError`` for an exchange with residuals, which would be released."""
-    state = exchange.state_dict()
-    if state.get("memory") or state.get("server_memory"):
-        raise PrivacyError(
-            "the exchange has residuals, perhaps of gradients without noise, and would release "
-            "them: give a new Exchange. Load a private exchange's checkpoint after make_private()"
-        )
 
 
 class _NoiseOnSum(NoiseHook):

@@ -5,15 +5,10 @@ from typing import ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.private.optimizers.descent import (
-    Accumulator,
-    Descent,
-    Preconditioner,
-    PublicTensors,
-)
+from comm_hooks.optim.private.optimizers.descent import Accumulator, PublicDescent, PublicTensors
 
 
-class AdaDPS(Descent):
+class AdaDPS(PublicDescent):
     r"""AdaDPS: divides each sample's gradient by public side information, before it is clipped.
 
     Noise of one size in every coordinate drowns the coordinates with small gradients, and a
@@ -95,7 +90,9 @@ class AdaDPS(Descent):
     ) -> None:
         super().__init__(
             params,
-            Preconditioner(self, public_gradients, side_information, preconditioner),
+            public_gradients,
+            side_information,
+            preconditioner,
             lr=lr,
             betas=betas,
             eps=eps,

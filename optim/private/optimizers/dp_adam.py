@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -158,15 +158,6 @@ class DPAdamBC(MomentsOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, gamma=gamma, weight_decay=weight_decay)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
-        if any("noise_avg" not in state for state in state_dict["state"].values()):
-            raise ValueError(
-                "DPAdamBC: the state has no noise_avg, so the noise in exp_avg_sq is unknown: it "
-                "was saved by another optimizer"
-            )
-        super().load_state_dict(state_dict)
 
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)

@@ -1,7 +1,5 @@
 """Adam on noised gradients in less than one byte per parameter."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -19,9 +17,6 @@ from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
 """The compressor in which the residual is stored, by ``residual_bits``."""
-
-_LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "min_numel")
-"""The settings that determine how a state is stored, so that it cannot be read without them."""
 
 
 class DPMicroAdam(MomentsOptimizer):
@@ -133,16 +128,6 @@ class DPMicroAdam(MomentsOptimizer):
             block_size=block_size,
             min_numel=min_numel,
         )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
-        for group in state_dict["param_groups"]:
-            if missing := [key for key in _LAYOUT if key not in group]:
-                raise ValueError(
-                    f"DPMicroAdam: the state has no {', '.join(missing)}: it was saved by another "
-                    "optimizer"
-                )
-        super().load_state_dict(state_dict)
 
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)

@@ -121,12 +121,12 @@ def test_public_gradients_are_computed_once_per_step() -> None:
     optimizer = make(parameters, "adam")
     first, second = optimizer.transform(), optimizer.transform()
     assert equal(vars(first), vars(second))
-    assert optimizer._preconditioner._public_gradients.calls == 1
+    assert optimizer._public_gradients.calls == 1
     for p in parameters.values():
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.transform()
-    assert optimizer._preconditioner._public_gradients.calls == 2
+    assert optimizer._public_gradients.calls == 2
 
 
 @pytest.mark.parametrize(
