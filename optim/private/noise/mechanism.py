@@ -15,7 +15,7 @@ from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.noise.gaussian import add_noise_
-from comm_hooks.optim.private.noise.placement import PLACES, Place, Scheme, judge
+from comm_hooks.optim.private.noise.placement import Place, Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
 from comm_hooks.requirements import require_choice, require_kind, require_within
 
@@ -109,7 +109,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         require_within(self, "noise_multiplier", noise_multiplier, "(0, inf)")
         require_within(self, "max_grad_norm", max_grad_norm, "(0, inf)")
         require_within(self, "expected_batch_size", expected_batch_size, "(0, inf)")
-        require_choice(self, "place", place, PLACES)
+        require_choice(self, "place", place, get_args(Place))
         require_choice(self, "noise", noise, get_args(NoiseKind))
         if secret is not None:
             require_kind(self, "secret", secret, Secret)

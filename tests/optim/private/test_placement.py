@@ -51,20 +51,15 @@ def client(compressor: Compressor, **settings: Any) -> Case:
 # The rule and the remedy of each refusal.
 REFUSED: list[tuple[Case, int, str]] = [
     *((case("shares", c, world_size=n), 5, "'local'") for c in NON_LINEAR for n in (1, 8)),
-    *((case("rank_0", c), 3, "'local'") for c in NON_LINEAR),
     *((case("aggregate", c), 8, "'central'") for c in NON_LINEAR),
     (case("shares", exempt=Identity(16)), 5, "exempt_bits=32"),
     (case("aggregate", exempt=Identity(16)), 8, "exempt_bits=32"),
     (case("aggregate", UNBOUNDED), 9, "count_sketch"),
     *((case(p, feedback="before_noise"), 10, "noised") for p in get_args(Place)),
-    *((case(p, scaling="private"), 16, "public") for p in get_args(Place)),
-    *((case(p, clipping="micro_batch"), 18, "every sample") for p in get_args(Place)),
-    *((case(p, divisor="actual"), 19, "expected_batch_size") for p in get_args(Place)),
     *(
         (client(c, clipping="unit"), 12, "clipping='message'")
         for c in (SKETCH, Quantize(bits=2), RandomK(0.1))
     ),
-    (client(MASK, weights="examples"), 11, "equally"),
     (client(MASK, place="central"), 11, "'aggregate'"),
 ]
 # The multiplier, that against peers, the standard deviation and the variance of the sum.
@@ -74,8 +69,7 @@ VALID: list[tuple[Case, tuple[float, float, float]]] = [
     *((case("shares", c, feedback="after_noise"), (1, 0.5, 0.5)) for c in LINEAR),
     (case("shares", UNBOUNDED), (1, 0.5, 0.5)),
     (case("local", exempt=Identity(16)), (1, 1, 1)),
-    (case("rank_0"), (1, 0, 1)),
-    *((case(p, scaling="public"), (1, 0, 1)) for p in ("central", "aggregate")),
+    *((case(p), (1, 0, 1)) for p in ("central", "aggregate")),
     *((client(c, feedback=f), (1, 0, 1)) for c in ANY for f in ("none", "before_noise")),
     (client(MASK, clipping="unit"), (1, 0, 1)),
 ]
@@ -105,7 +99,7 @@ def test_valid_schemes_have_their_guarantee(
 def test_residuals_that_each_rank_rounds_are_not_shared() -> None:
     for bits in (4, 16, 32):
         exchange = Exchange(MASK, ErrorFeedback(bits=bits), transport=Simulated(4)[0])
-        for place, rule in (("shares", 5), ("rank_0", 3), ("local", 0), ("central", 0)):
+        for place, rule in (("shares", 5), ("local", 0), ("central", 0)):
             scheme = Scheme.of(exchange, place)  # type: ignore[arg-type]
             if rule and bits < 32:
                 with pytest.raises(PrivacyError, match=rf"rule {rule}\)"):
@@ -116,7 +110,7 @@ def test_residuals_that_each_rank_rounds_are_not_shared() -> None:
 
 
 def test_what_ranks_save_has_the_noise_of_their_residuals() -> None:
-    for place, with_memory in {"shares": 0.5, "rank_0": 0, "central": 1, "local": 1}.items():
+    for place, with_memory in {"shares": 0.5, "central": 1, "local": 1}.items():
         assert judge(Scheme(**case(place, feedback="after_noise"))).checkpoint_multiplier == (
             with_memory
         )
