@@ -20,8 +20,6 @@ from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.requirements import require_kind
 
-_RELEASES = "releases"
-
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
 
 # The inner optimizer of the private step in progress.
@@ -187,7 +185,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._set_transform()
         if not self._tickets.has_begun:
             self._tickets.admit(0)
-        self._require_settled()
+        self.mechanism.require_unchanged()
+        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
+            raise PrivacyError(
+                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
+                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
+            )
         clipped = self.gradients.take()
         self._tickets.finish(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
@@ -206,14 +209,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
             _stepping.reset(token)
 
     def change(self, **settings: float) -> None:
-        """Change settings of the coming steps; called by ``PrivacyEngine.change`` on all ranks.
-
-        Args:
-            settings: any of ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
-
-        Raises:
-            PrivacyError: between ``backward()`` and :meth:`step`.
-        """
+        """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""
         if self._tickets.has_begun:
             raise PrivacyError(
                 "settings are changed between steps, and this one has begun: call step() or "
@@ -225,10 +221,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
         resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
     def _state_to_save(self) -> dict[str, Any]:
-        return {**super()._state_to_save(), _RELEASES: self.releases.saved()}
+        return {**super()._state_to_save(), "releases": self.releases.saved()}
 
     def _restore(self, state: dict[str, Any]) -> None:
-        found = state.pop(_RELEASES, None)
+        found = state.pop("releases", None)
         self.releases.check(found)
         super()._restore(state)
         self.releases.adopt(found)
@@ -242,14 +238,6 @@ class DPOptimizer(Settled, WrappingOptimizer):
         :meth:`~comm_hooks.optim.private.PrivacyEngine.get_epsilon`.
         """
         return self.inner.state_dict()
-
-    def _require_settled(self) -> None:
-        self.mechanism.require_unchanged()
-        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
-            raise PrivacyError(
-                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
-                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
-            )
 
     def _set_transform(self) -> None:
         """Copy the inner optimizer's transform of per-sample gradients to ``self.gradients``."""

@@ -12,7 +12,7 @@ from comm_hooks.optim.private.accounting.calibration import (
     max_steps,
     noise_multiplier_for,
 )
-from comm_hooks.optim.private.accounting.events import GaussianEvent, merged
+from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
 
 __all__ = [
@@ -25,6 +25,5 @@ __all__ = [
     "RDPAccountant",
     "build_accountant",
     "max_steps",
-    "merged",
     "noise_multiplier_for",
 ]

@@ -92,8 +92,7 @@ class IndependenceProbe:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.epsilon = 0.0
         self._has_seen = False
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        self._devices = sorted(devices, key=str)
+        self._devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
         for parameter in self._parameters:
             self._note(parameter)
             if parameter.is_cuda and parameter.dtype is torch.float32:
@@ -119,7 +118,9 @@ class IndependenceProbe:
         leaves = [leaf[finite.to(leaf.device)] for leaf in leaves]
         few = [leaf[:_MOST_ROWS] for leaf in leaves]
         self._compare_replaced(few)
-        for modules in ((), self._dropouts(), tuple(self._model.modules())):
+        everywhere = list(self._model.modules())
+        dropouts = [m for m in everywhere if isinstance(m, (_DropoutNd, nn.MultiheadAttention))]
+        for modules in ([], dropouts, everywhere):
             with _evaluated(modules):
                 if not self._is_random(few):
                     self._compare_left_out(few, leaves)
@@ -157,10 +158,6 @@ class IndependenceProbe:
     def _is_random(self, rows: list[torch.Tensor]) -> bool:
         once, again = (self._seen(rows, draws_before=draws) for draws in (0, 17))
         return self._differ(once, again, self.epsilon)
-
-    def _dropouts(self) -> Sequence[nn.Module]:
-        kinds = (_DropoutNd, nn.MultiheadAttention)
-        return [module for module in self._model.modules() if isinstance(module, kinds)]
 
     def _seen(
         self,

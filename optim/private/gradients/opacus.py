@@ -79,8 +79,20 @@ class OpacusGradients(BatchClipper):
         micro_batch_size: int | None = None,
     ) -> None:
         require_kind(self, "module", module, nn.Module, AbstractGradSampleHooks)
-        self._hooks = _hooks_of(module)
-        model = cast(nn.Module, self._hooks._module)
+        while isinstance(module, AbstractGradSampleHooks):
+            module = cast(nn.Module, module._module)
+        model = unwrapped(module)
+        for name, layer in model.named_modules():
+            # Of several matrices, which the hooks do not see.
+            is_compound = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
+            if is_compound and any(p.requires_grad for p in layer.parameters()):
+                kind = type(layer).__name__
+                raise ValueError(
+                    f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of {kind}: "
+                    f'use grad_sample_mode="functorch", or opacus.layers.DP{kind}'
+                )
+        detach(model)
+        self._hooks: Any = GradSampleHooks(model, loss_reduction="sum")
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
             model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
@@ -164,24 +176,6 @@ class OpacusGradients(BatchClipper):
             kept = cast(Any, parameter)
             kept.grad_sample = None
             kept._forward_counter = 0
-
-
-def _hooks_of(module: "nn.Module | AbstractGradSampleHooks") -> Any:
-    """Attach Opacus's hooks to the model inside of all wrappers, in place of others."""
-    while isinstance(module, AbstractGradSampleHooks):
-        module = cast(nn.Module, module._module)
-    model = unwrapped(module)
-    for name, layer in model.named_modules():
-        # Of several matrices, which the hooks do not see.
-        is_compound = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
-        if is_compound and any(p.requires_grad for p in layer.parameters()):
-            kind = type(layer).__name__
-            raise ValueError(
-                f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of {kind}: use "
-                f'grad_sample_mode="functorch", or opacus.layers.DP{kind}'
-            )
-    detach(model)
-    return GradSampleHooks(model, loss_reduction="sum")
 
 
 def detach(module: nn.Module) -> None:

@@ -10,7 +10,6 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange import noise_hook as hooks
-from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
@@ -182,7 +181,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         sensitivity = verdict.std * self.max_grad_norm
         elements = sum(tensor.numel() for tensor in tensors)
         std = self._std(sensitivity, elements)
-        noise_hook: NoiseHook | None = None
+        noise_hook: hooks.NoiseHook | None = None
         if self.place == "central":
             stream = self._stream("noise of owner")
             noise_hook = _NoiseOnSum(
@@ -246,7 +245,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-class _NoiseOnSum(NoiseHook):
+class _NoiseOnSum(hooks.NoiseHook):
     """A hook that adds noise to a sum of clipped vectors: at a shard's owner, or to payloads."""
 
     def __init__(self, place: hooks.Place, add_noise_: AddNoise) -> None:

@@ -101,18 +101,16 @@ class Verdict:
 
     Attributes:
         rule: the number of the applied rule in the documentation.
-        multiplier: the accountant's noise multiplier over sigma, for observers of the model at
-            every step.
-        peer_multiplier: the same for observers of single ranks' messages; 0 for no protection.
+        peer_multiplier: the accountant's noise multiplier over sigma, for observers of single
+            ranks' messages; 0 for no protection.  For observers of the model it is 1.
         std: the standard deviation of the noise in each vector to which it is added, over sigma C.
         variance_of_sum: the variance of the noise in a coordinate of the sum over ranks, over
             (sigma C)^2; None if compression makes it differ from coordinate to coordinate.
-        checkpoint_multiplier: the same as ``multiplier`` for observers of single ranks' saved
-            states, residuals included; 0 for no protection.
+        checkpoint_multiplier: the same as ``peer_multiplier`` for observers of single ranks' saved
+            states, residuals included.
     """
 
     rule: int
-    multiplier: float
     peer_multiplier: float
     std: float
     variance_of_sum: float | None
@@ -169,9 +167,9 @@ def judge(scheme: Scheme) -> Verdict:
         )
     variance = 1.0 if scheme.is_dense else None
     if scheme.place == "central":
-        return Verdict(2, 1.0, 0.0, 1.0, variance)
+        return Verdict(2, 0.0, 1.0, variance)
     if scheme.place == "local":
-        return Verdict(6, 1.0, 1.0, 1.0, variance and float(ranks))
+        return Verdict(6, 1.0, 1.0, variance and float(ranks))
     if scheme.place == "shares":
         rounds_feedback = scheme.feedback != "none" and not scheme.feedback_linear
         if not scheme.is_linear or rounds_feedback:
@@ -185,7 +183,7 @@ def judge(scheme: Scheme) -> Verdict:
             )
         share = 1 / math.sqrt(ranks)
         saved = 1.0 if scheme.feedback == "none" else share
-        return Verdict(4, 1.0, share, share, variance, saved)
+        return Verdict(4, share, share, variance, saved)
     if not scheme.is_linear:
         _refuse(
             8,
@@ -202,7 +200,7 @@ def judge(scheme: Scheme) -> Verdict:
             "a compressor with one (random_k, srht, count_sketch), or placement 'shares'",
         )
     rule = 7 if bound <= 1 else 9
-    return Verdict(rule, 1.0, 0.0, bound, variance)
+    return Verdict(rule, 0.0, bound, variance)
 
 
 def require_known_variance(optimizer: type, scheme: Scheme) -> None:
@@ -233,7 +231,7 @@ def _judge_client(scheme: Scheme) -> Verdict:
     rule = 13 if scheme.is_linear and not scheme.is_dense else 11
     variance = 1.0 if scheme.is_dense else None
     # Ranks save clients' residuals, and the number of clients that were drawn.
-    return Verdict(rule, 1.0, 0.0, 1.0, variance, checkpoint_multiplier=0.0)
+    return Verdict(rule, 0.0, 1.0, variance, checkpoint_multiplier=0.0)
 
 
 def _norm_bound(scheme: Scheme) -> float:

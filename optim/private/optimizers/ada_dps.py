@@ -42,10 +42,10 @@ class AdaDPS(PublicDescent):
     Args:
         params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: a function, called once per step by :meth:`transform`, that returns the
-            mean gradient of a batch of public data, by parameter name or in the order of the
-            groups; see :class:`~comm_hooks.optim.private.PublicGradients`.
+            mean gradient of a batch of public data, by parameter name; see
+            :class:`~comm_hooks.optim.private.PublicGradients`.
         side_information: A for all steps, in place of public gradients: positive tensors that
-            broadcast to the parameters' shapes, by name (A = 1 for the others) or in order; see
+            broadcast to the parameters' shapes, by name (A = 1 for the others); see
             :func:`~comm_hooks.optim.private.token_frequency`.
         preconditioner: how A follows from public gradients: "rmsprop", "adam" or "adagrad".
         betas: beta1, for "adam" only, and beta2, for "rmsprop" and "adam"; each in [0, 1).
@@ -58,7 +58,6 @@ class AdaDPS(PublicDescent):
     Raises:
         ValueError: for side information or public gradients that do not fit the parameters or are
             not finite.
-        RuntimeError: from :meth:`step` if :meth:`transform` was not called since the last one.
 
     Example::
 

@@ -27,15 +27,15 @@ from comm_hooks.optim.moments import (
     zeros,
 )
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
-from comm_hooks.requirements import require_callable, require_choice, require_within
+from comm_hooks.requirements import require_callable, require_choice, require_kind, require_within
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
 
 Factors = tuple[Tensors, Tensors | None]
 """The scales and shifts of gradients, one tensor per parameter; None for no shifts."""
 
-PublicTensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-"""A tensor for each parameter: by name, or in the order of the parameter groups."""
+PublicTensors = Mapping[str, torch.Tensor]
+"""A tensor for each parameter, by name."""
 
 Accumulator = Literal["rmsprop", "adam", "adagrad"]
 
@@ -69,7 +69,10 @@ class NoisedOptimizer(ExactStateOptimizer):
 
     Raises:
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
-            of another optimizer.
+            of another optimizer; for public gradients that do not fit the parameters or are not
+            finite.
+        RuntimeError: from :meth:`step` if it needs :meth:`transform`, which was not called since
+            the last one.
 
     Not supported: a learning rate that is a tensor, ``torch.compile`` of the step, sharded
     parameters (DTensors).  Gradients are not checked for NaN and infinity.
@@ -98,8 +101,8 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
     With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where
     b = momentum b + u; with ``nesterov`` u + momentum b takes the place of b.
 
-    An algorithm adds a scaling of gradients (:meth:`_factors`), before they are clipped or after
-    they were noised, other directions (:meth:`_directions`), or another step (:meth:`_move`).
+    An algorithm adds a scaling of gradients before they are clipped (:meth:`_factors`), other
+    directions (:meth:`_directions`), or another step (:meth:`_move`).
 
     Args:
         params: parameters, named parameters or parameter groups.
@@ -116,11 +119,7 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
 
     @torch.no_grad()
     def transform(self) -> PublicTransform | None:
-        """Return the transform of every sample's gradient in the coming step; None for none.
-
-        Raises:
-            ValueError: for public gradients that do not fit the parameters or are not finite.
-        """
+        """Return the transform of the coming step; see :class:`NoisedOptimizer`."""
         if not self._scales_before_clipping:
             return None
         if not self._is_observed:
@@ -160,14 +159,7 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
 
         ``gradients`` are float32 or wider, and must not be overwritten.
         """
-        factors = None if self._scales_before_clipping else self._factors(parameters, group)
-        if factors is None:
-            return gradients
-        scales, shifts = factors
-        directions = list(torch._foreach_mul(gradients, scales))
-        if shifts is not None:
-            torch._foreach_add_(directions, shifts)
-        return directions
+        return gradients
 
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         """Take a step: update ``x``, the values of parameters of one group, device and dtype."""
@@ -281,6 +273,15 @@ class PublicDescent(Descent):
         torch._foreach_mul_(scales, beta1)
         return scales, list(shifts)
 
+    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
+        if self._scales_before_clipping:
+            return gradients
+        scales, shifts = self._factors(parameters, group)
+        directions = list(torch._foreach_mul(gradients, scales))
+        if shifts is not None:
+            torch._foreach_add_(directions, shifts)
+        return directions
+
 
 def buffers(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], name: str
@@ -303,10 +304,8 @@ def in_order(
     """Return a public tensor for each parameter, in its shape and dtype and on its device.
 
     Args:
-        optimizer: the optimizer of the parameters.
         what: the name of the values in messages.
-        values: public tensors by parameter name, or in the order of the parameter groups; their
-            shapes must broadcast to those of the parameters.
+        values: public tensors, in shapes that broadcast to those of the parameters.
         default: the value for parameters that are not named; None to require all names.
 
     Raises:
@@ -314,27 +313,19 @@ def in_order(
     """
     owner, groups = type(optimizer).__name__, optimizer.param_groups
     parameters, names = parameters_of(groups), names_of(groups)
-    if isinstance(values, Mapping):
-        if not all("param_names" in group for group in groups):
-            raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
-        for name in values:
-            if name not in names:
-                raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
-        missing = [name for name in names if name not in values]
-        if missing and default is None:
-            raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
-        fill = torch.tensor(default or 0.0, dtype=torch.float32)
-        found = [values.get(name, fill) for name in names]
-    else:
-        found = list(values)
-        names = [f"tensor {place}" for place in range(len(found))]
-        if len(found) != len(parameters):
-            raise ValueError(
-                f"{owner}: {what} has {len(found)} tensors for {len(parameters)} parameters"
-            )
+    require_kind(optimizer, what, values, Mapping)
+    if not all("param_names" in group for group in groups):
+        raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
+    missing = [name for name in names if name not in values]
+    if missing and default is None:
+        raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
+    fill = torch.tensor(default or 0.0, dtype=torch.float32)
     ordered = []
-    for name, value, parameter in zip(names, found, parameters, strict=True):
-        value = value.detach().to(parameter.device, state_dtype(parameter.dtype))
+    for name, parameter in zip(names, parameters, strict=True):
+        value = values.get(name, fill).detach().to(parameter.device, state_dtype(parameter.dtype))
         try:
             value = value.broadcast_to(parameter.shape)
         except RuntimeError:

@@ -25,13 +25,9 @@ class MomentsOptimizer(Descent):
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group
     ) -> Tensors:
-        """Turn v / (1 - beta2^t), in place, into the divisor of m / (1 - beta1^t).
+        """Turn ``seconds``, v / (1 - beta2^t) of each of ``members``, in place, into divisors.
 
-        Args:
-            seconds: v / (1 - beta2^t), one tensor per parameter of ``members``.
-            steps: t, the number of steps of each parameter.
-            members: the parameters, all of one group.
-            group: the parameters' group.
+        A divisor is that of m / (1 - beta1^t); ``steps`` are the t.
         """
         torch._foreach_sqrt_(seconds)
         torch._foreach_add_(seconds, group["eps"])

@@ -183,7 +183,8 @@ class DPMicroAdam(MomentsOptimizer):
         places, kept = code.decode(rows)
         torch._foreach_copy_([window[steps % len(window)] for window in windows], list(rows))
         a.scatter_add_(1, places, -kept)
-        keys = derive_keys(0, steps, self._places(members))
+        place = {parameter: str(index) for index, parameter in enumerate(self._parameters())}
+        keys = derive_keys(0, steps, tuple(place[member] for member in members))
         coded = residual.encode(a, Draw(keys)).view(torch.uint8)
         torch._foreach_copy_(residuals, list(coded))
         del a, coded
@@ -193,11 +194,6 @@ class DPMicroAdam(MomentsOptimizer):
         update = code.directions(windows, steps + 1, betas, eps, group["bias_correction"])
         shaped = [u.view(p.shape) for u, p in zip(update.to(x[0].dtype), members, strict=True)]
         descend_(x, shaped, group)
-
-    def _places(self, members: Tensors) -> tuple[str, ...]:
-        """Return the indices of parameters among all parameters of the optimizer, as text."""
-        place = {parameter: index for index, parameter in enumerate(self._parameters())}
-        return tuple(str(place[member]) for member in members)
 
 
 def _code(numel: int, group: Group) -> SparseWindow:

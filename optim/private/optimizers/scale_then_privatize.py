@@ -46,9 +46,6 @@ class ScaleThenPrivatize(MomentsOptimizer):
 
     State per parameter: ``step``, ``exp_avg`` (m), ``exp_avg_sq`` (v).
 
-    Raises:
-        RuntimeError: from :meth:`step` if :meth:`transform` was not called since the last one.
-
     Example::
 
         >>> from comm_hooks.optim.private import ScaleThenPrivatize
