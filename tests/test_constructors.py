@@ -114,7 +114,7 @@ _NEEDED: dict[str, Callable[[], Any]] = {
     "loss_function": lambda: _loss,
     "batches": lambda: [torch.ones(2, 4)],
     "dataset": lambda: torch.utils.data.TensorDataset(torch.ones(4, 4)),
-    "public_gradients": lambda: lambda: [torch.ones(4, 2)],
+    "public_gradients": lambda: lambda: {"weight": torch.ones(4, 2)},
     "enter": lambda: lambda: None,
 }
 _EXCHANGES: dict[str, Callable[[], Exchange]] = {

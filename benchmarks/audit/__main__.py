@@ -13,11 +13,11 @@ from rich.text import Text
 
 from benchmarks.audit.attack import CONFIDENCE, Attack
 from benchmarks.audit.audit import Audit, audit_configuration
+from benchmarks.audit.claims import Claim, claim
 from benchmarks.audit.configuration import read_configuration
 from benchmarks.audit.script.audit import ScriptAudit, audit_script
 from benchmarks.audit.script.run import Job, ScriptFailed
 from comm_hooks.launchers.output import complain, make_console, refusing, require_positive, say
-from comm_hooks.optim.private.accounting import Claim, claim
 from comm_hooks.optim.private.errors import PrivacyError
 
 _NAME = "python -m benchmarks.audit"

@@ -31,7 +31,6 @@ from comm_hooks.optim.private.noise.mechanism import (
     require_owners,
 )
 from comm_hooks.optim.private.noise.placement import (
-    PLACES,
     Scheme,
     Verdict,
     judge,
@@ -40,7 +39,7 @@ from comm_hooks.optim.private.noise.placement import (
 from comm_hooks.requirements import require_within
 
 _WORDS = get_type_hints(Scheme)
-_STATED = ("feedback", "clipping", "divisor", "weights", "scaling")
+_STATED = ("feedback", "clipping")
 _CHOICES = {name: get_args(_WORDS[name]) for name in ("unit", *_STATED)}
 _CHOICES["placement"] = get_args(_WORDS["place"])
 
@@ -60,9 +59,9 @@ class Configuration:
         exchange: as :meth:`comm_hooks.ExchangeSettings.from_dict` takes it.
         optimizer: a class of ``comm_hooks.optim.private``, by name.
         accountant: a key of ``ACCOUNTANTS``.
-        unit, placement, feedback, clipping, divisor, weights, scaling: see
-            :class:`~comm_hooks.optim.private.Scheme`.  By default ``feedback`` and ``clipping``
-            follow from the placement and the exchange, as in training.
+        unit, placement, feedback, clipping: see :class:`~comm_hooks.optim.private.Scheme`.  By
+            default ``feedback`` and ``clipping`` follow from the placement and the exchange, as in
+            training.
     """
 
     noise_multiplier: float
@@ -77,9 +76,6 @@ class Configuration:
     placement: str = "central"
     feedback: str | None = None
     clipping: str | None = None
-    divisor: str = "public"
-    weights: str = "uniform"
-    scaling: str = "none"
     optimizer: str | None = None
     accountant: str = "rdp"
 
@@ -140,8 +136,6 @@ class Configuration:
         """Return the reason why the simulated ranks cannot play the configuration, or None."""
         if self.unit == "client":
             return "rounds of clients are not played, only looked up in the rules"
-        if self.placement not in PLACES:
-            return f"the library does not offer placement {self.placement!r}"
         return None
 
 

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,15 +12,13 @@ from torch.optim import Optimizer
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.optim.base import names_of, parameters_of
 from comm_hooks.optim.private.accounting.releases import Releases
-from comm_hooks.optim.private.data.tickets import StepBatch, Tickets
+from comm_hooks.optim.private.data.tickets import Tickets
 from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.requirements import require_kind
-
-_RELEASES = "releases"
 
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
 
@@ -82,7 +80,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism = mechanism
         self.releases = releases
         self._enter = enter
-        self._batch = StepBatch(tickets)
+        self._tickets = Tickets(are_checked=False) if tickets is None else tickets
         self._has_discarded = False
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
@@ -134,12 +132,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw.refuse()
         self._require_same_trained()
         self._set_transform()
-        self._batch.admit(self.gradients.samples_in(batch), batch)
+        self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
             return self.gradients.backward(batch)
         except BaseException:
             self.gradients.discard()
-            self._batch.restart()
+            self._tickets.restart()
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -149,7 +147,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         its content, the loss for example: epsilon is computed from the rate at which samples are
         drawn, not released.  Warns the first time.
         """
-        if self._batch.has_begun and not self._has_discarded:
+        if self._tickets.has_begun and not self._has_discarded:
             self._has_discarded = True
             warnings.warn(
                 "zero_grad() discards a batch that backward() has seen: epsilon holds only if that "
@@ -160,7 +158,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         super().zero_grad(set_to_none)
         self._raw.forget()
         self.gradients.discard()
-        self._batch.discard()
+        self._tickets.discard()
 
     def _require_same_trained(self) -> None:
         """Raise ``ValueError`` if parameters were frozen or unfrozen since construction."""
@@ -185,10 +183,16 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def _take_step(self) -> None:
         self._raw.refuse()
         self._set_transform()
-        self._batch.require_batch()
-        self._require_settled()
+        if not self._tickets.has_begun:
+            self._tickets.admit(0)
+        self.mechanism.require_unchanged()
+        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
+            raise PrivacyError(
+                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
+                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
+            )
         clipped = self.gradients.take()
-        self._batch.spend(clipped.samples + clipped.not_finite)
+        self._tickets.finish(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
         self.not_finite += clipped.not_finite
         self._enter()
@@ -205,27 +209,22 @@ class DPOptimizer(Settled, WrappingOptimizer):
             _stepping.reset(token)
 
     def change(self, **settings: float) -> None:
-        """Change settings of the coming steps; called by ``PrivacyEngine.change`` on all ranks.
-
-        Args:
-            settings: any of ``noise_multiplier``, ``max_grad_norm``, ``expected_batch_size``.
-
-        Raises:
-            PrivacyError: between ``backward()`` and :meth:`step`.
-        """
-        if self._batch.has_begun:
+        """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""
+        if self._tickets.has_begun:
             raise PrivacyError(
                 "settings are changed between steps, and this one has begun: call step() or "
                 "zero_grad() first"
             )
-        self.mechanism.change(**settings)
+        for name, value in settings.items():
+            resettle(self.mechanism, name, value)
+        self.mechanism.exchange.agree_on(settings)
         resettle(self.gradients, "max_grad_norm", self.mechanism.max_grad_norm)
 
     def _state_to_save(self) -> dict[str, Any]:
-        return {**super()._state_to_save(), _RELEASES: self.releases.saved()}
+        return {**super()._state_to_save(), "releases": self.releases.saved()}
 
     def _restore(self, state: dict[str, Any]) -> None:
-        found = state.pop(_RELEASES, None)
+        found = state.pop("releases", None)
         self.releases.check(found)
         super()._restore(state)
         self.releases.adopt(found)
@@ -239,18 +238,6 @@ class DPOptimizer(Settled, WrappingOptimizer):
         :meth:`~comm_hooks.optim.private.PrivacyEngine.get_epsilon`.
         """
         return self.inner.state_dict()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise ``ValueError``: per-sample gradients are computed for the first parameters only."""
-        raise ValueError("DPOptimizer: parameters cannot be added; call make_private() again")
-
-    def _require_settled(self) -> None:
-        self.mechanism.require_unchanged()
-        if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
-            raise PrivacyError(
-                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
-                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
-            )
 
     def _set_transform(self) -> None:
         """Copy the inner optimizer's transform of per-sample gradients to ``self.gradients``."""

@@ -439,11 +439,9 @@ class PrivacyEngine:
     ) -> Callable[[], None]:
         """Return a function that enters a release into the ledger, or raises without budget.
 
-        Args:
-            event_of_step: a function that returns the event to enter.
-            continued: the release counts of states that are continued; the ledger must have them.
-                (Not their owner: it has this function, and the cycle would outlive its last user,
-                and with it the lock of the ledger.)
+        The ledger must have the releases in ``continued``, of states that are continued.  (Not
+        their owner: it has this function, and the cycle would outlive its last user, and with it
+        the lock of the ledger.)
         """
 
         def enter() -> None:

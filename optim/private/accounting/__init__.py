@@ -12,22 +12,18 @@ from comm_hooks.optim.private.accounting.calibration import (
     max_steps,
     noise_multiplier_for,
 )
-from comm_hooks.optim.private.accounting.claims import Claim, claim
-from comm_hooks.optim.private.accounting.events import GaussianEvent, merged
+from comm_hooks.optim.private.accounting.events import GaussianEvent
 from comm_hooks.optim.private.accounting.pld import PLDAccountant
 
 __all__ = [
     "ACCOUNTANTS",
     "Accountant",
-    "Claim",
     "DEFAULT_ORDERS",
     "GaussianEvent",
     "OPACUS_ORDERS",
     "PLDAccountant",
     "RDPAccountant",
     "build_accountant",
-    "claim",
     "max_steps",
-    "merged",
     "noise_multiplier_for",
 ]

@@ -1,5 +1,6 @@
 """Calibration: the noise that a privacy budget requires, and the steps that it allows."""
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +16,8 @@ ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant, "pld": PLDAcco
 # Beyond, more noise changes nothing: the remaining epsilon comes from delta and the orders.
 _MOST_NOISE = 1e6
 _MOST_STEPS = 10**15
+# The largest relative excess over the smallest noise multiplier.
+_TOLERANCE = 1e-4
 
 
 def build_accountant(accountant: Accountant | str) -> Accountant:
@@ -46,7 +49,6 @@ def noise_multiplier_for(
     steps: int,
     accountant: Accountant | str = "rdp",
     spent: Iterable[GaussianEvent] = (),
-    tolerance: float = 1e-4,
 ) -> float:
     """Return the smallest noise multiplier with which the steps stay within the budget.
 
@@ -56,10 +58,10 @@ def noise_multiplier_for(
         steps: the number of steps to be taken.
         accountant: ``"rdp"``, ``"pld"`` or an :class:`Accountant`.
         spent: earlier releases, which count against the budget.
-        tolerance: the largest relative excess over the smallest noise multiplier.
 
     Returns:
-        The noise multiplier; its epsilon is never above the target.
+        The noise multiplier, up to a relative excess of 1e-4; its epsilon is never above the
+        target.
 
     Raises:
         ValueError: for values out of range and for a target that no noise reaches.
@@ -72,7 +74,6 @@ def noise_multiplier_for(
     """
     require_within("noise_multiplier_for", "target_epsilon", target_epsilon, "(0, inf)")
     require_delta(target_delta, "target_delta")
-    require_within("noise_multiplier_for", "tolerance", tolerance, "(0, 1)")
     require_within("noise_multiplier_for", "sample_rate", sample_rate, "(0, 1]")
     by = build_accountant(accountant)
     history = list(spent)
@@ -97,7 +98,7 @@ def noise_multiplier_for(
     while above <= 0:
         high, below, low = low, above, low / 2
         above = excess(low)
-    while high > low * (1 + tolerance):
+    while high > low * (1 + _TOLERANCE):
         # epsilon is close to a power of the noise: a straight line in logarithms.  The middle stays
         # away from the ends, so that both of them come closer.
         share = above / (above - below) if math.isfinite(above - below) else 0.5
@@ -149,22 +150,13 @@ def max_steps(
     by = build_accountant(accountant)
     history = list(spent)
 
-    def within(steps: int) -> bool:
-        events = [*history, replace(step, steps=steps)]
-        return by.epsilon(events, target_delta) <= target_epsilon
+    def epsilon(steps: int) -> float:
+        return by.epsilon([*history, replace(step, steps=steps)], target_delta)
 
-    low, high = 0, 1
-    while within(high):
-        low, high = high, 2 * high
-        if high > _MOST_STEPS:
-            raise ValueError(
-                f"target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} steps: "
-                f"check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
-            )
-    while high > low + 1:
-        middle = (low + high) // 2
-        if within(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    found = bisect.bisect_right(range(1, _MOST_STEPS + 1), target_epsilon, key=epsilon)
+    if found == _MOST_STEPS:
+        raise ValueError(
+            f"target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} steps: "
+            f"check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
+        )
+    return found

@@ -1,14 +1,13 @@
 """Releases as events: steps of the Poisson-sampled Gaussian mechanism, and their history."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_positive, require_within
 
-_Kind = TypeVar("_Kind", bound=Hashable)
 _KNOWN = ("noise_multiplier", "sample_rate")
 _INTERVALS = {
     "noise_multiplier": "(0, inf)",
@@ -75,29 +74,9 @@ class GaussianEvent:
         return replace(self, steps=1)
 
 
-def merged(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
-    """Return the history with consecutive events that differ only in ``steps`` joined into one.
-
-    Example::
-
-        >>> from comm_hooks.optim.private.accounting import GaussianEvent, merged
-        >>> merged([GaussianEvent(1.0, 0.01), GaussianEvent(1.0, 0.01, steps=2)])
-        [GaussianEvent(noise_multiplier=1.0, sample_rate=0.01, steps=3)]
-    """
-    history: list[GaussianEvent] = []
-    for event in events:
-        if history and history[-1].one == event.one:
-            history[-1] = replace(event, steps=history[-1].steps + event.steps)
-        else:
-            history.append(event)
-    return history
-
-
-def steps_by(
-    kind: Callable[[GaussianEvent], _Kind], events: Iterable[GaussianEvent]
-) -> Counter[_Kind]:
+def steps_by(kind: Callable[[GaussianEvent], Any], events: Iterable[GaussianEvent]) -> Counter[Any]:
     """Return the number of steps of each kind: each value of ``kind(event)``."""
-    steps: Counter[_Kind] = Counter()
+    steps: Counter[Any] = Counter()
     for event in events:
         steps[kind(event)] += event.steps
     return steps

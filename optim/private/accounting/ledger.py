@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, merged, steps_by
+from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
@@ -91,8 +91,14 @@ class Ledger:
             self._place = os.path.abspath(self.path)
             self._fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                self._lock()
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._continue()
+            except BlockingIOError:
+                self.close()
+                raise ValueError(
+                    f"ledger {self.path} is open elsewhere: one process writes a ledger, usually "
+                    "rank 0. Is another run going on, or was it opened twice here?"
+                ) from None
             except BaseException:
                 self.close()
                 raise
@@ -117,10 +123,15 @@ class Ledger:
             steps = [self._sealed(*_STEP) for _ in range(event.steps)]
             self._append(lines + b"".join(steps))
             self._kind = event.one
-        self._history[-1:] = merged([*self._history[-1:], event])
+        if self._history and self._history[-1].one == event.one:
+            event = replace(event, steps=self._history.pop().steps + event.steps)
+        self._history.append(event)
 
     def events(self) -> list[GaussianEvent]:
-        """Return all recorded events, by this process and before it, in order."""
+        """Return all recorded events, by this process and before it, in order.
+
+        Consecutive events that differ only in ``steps`` are one.
+        """
         return list(self._history)
 
     def reconcile(self, checkpoint_events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
@@ -184,16 +195,6 @@ class Ledger:
         raise TypeError(
             "a Ledger cannot be saved or copied: two of them would count apart. Save events()"
         )
-
-    def _lock(self) -> None:
-        assert self._fd is not None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"ledger {self.path} is open elsewhere: one process writes a ledger, usually rank "
-                f"0. Is another run going on, or was it opened twice here?"
-            ) from None
 
     def _continue(self) -> None:
         """Read the file, complete a torn last line, and write the header of a new file."""

@@ -4,10 +4,11 @@ import functools
 from typing import Any
 
 from comm_hooks.optim.private.accounting.accountant import Accountant, RDPAccountant
-from comm_hooks.requirements import require_within
 
 # A tighter bound is of no use up there, and the grid of losses would not fit into memory.
 _RDP_ABOVE = 100.0
+# Of the grid of losses: a finer one is tighter and slower.
+_SPACING = 1e-4
 
 
 class PLDAccountant(Accountant):
@@ -22,12 +23,8 @@ class PLDAccountant(Accountant):
     tenth of a second and several seconds, more for less noise: ask for it now and then, or use
     :class:`RDPAccountant` at every step.
 
-    Args:
-        interval: the spacing of the grid of privacy losses.  A finer grid is tighter and slower.
-
     Raises:
         ImportError: if dp-accounting is missing.
-        ValueError: for an interval that is not between 0 and 1.
 
     Example::
 
@@ -37,10 +34,8 @@ class PLDAccountant(Accountant):
         7.43
     """
 
-    def __init__(self, *, interval: float = 1e-4) -> None:
-        require_within(self, "interval", interval, "(0, 1)")
+    def __init__(self) -> None:
         _library()
-        self.interval = interval
         self._rdp = RDPAccountant()
 
     def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
@@ -48,7 +43,7 @@ class PLDAccountant(Accountant):
         if bound > _RDP_ABOVE or bound == 0:
             return bound
         losses = [
-            _losses(noise_multiplier, sample_rate, self.interval).self_compose(count)
+            _losses(noise_multiplier, sample_rate).self_compose(count)
             for (noise_multiplier, sample_rate), count in steps.items()
             if sample_rate
         ]
@@ -56,13 +51,13 @@ class PLDAccountant(Accountant):
         return min(bound, float(total.get_epsilon_for_delta(delta)))
 
     def __repr__(self) -> str:
-        return f"PLDAccountant(interval={self.interval})"
+        return "PLDAccountant()"
 
 
 @functools.lru_cache(maxsize=8)
-def _losses(noise_multiplier: float, sample_rate: float, interval: float) -> Any:
+def _losses(noise_multiplier: float, sample_rate: float) -> Any:
     return _library().from_gaussian_mechanism(
-        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=interval
+        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=_SPACING
     )
 
 

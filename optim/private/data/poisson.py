@@ -196,7 +196,6 @@ def private_loader(
     *,
     rank: int = 0,
     world_size: int = 1,
-    secret: Secret | None = None,
 ) -> PoissonLoader:
     """Return a :class:`PoissonLoader` for the dataset of a data loader.
 
@@ -208,7 +207,7 @@ def private_loader(
         sample_rate: q, the probability of each sample to be in a step's batches; public.
         steps: the number of batches per iteration; by default the integer nearest to 1 / q, so
             that a sample is drawn once on average.
-        rank, world_size, secret: see :class:`PoissonLoader`.
+        rank, world_size: see :class:`PoissonLoader`.
 
     Raises:
         ValueError: as :class:`PoissonLoader`; also for a loader that does not take all samples in
@@ -242,7 +241,6 @@ def private_loader(
         collate_fn=data_loader.collate_fn,
         rank=rank,
         world_size=world_size,
-        secret=secret,
         **{name: getattr(data_loader, name) for name in _KEPT},
     )
 

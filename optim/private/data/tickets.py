@@ -37,10 +37,21 @@ class Tickets:
     may fetch ahead, and copies to a device.  A batch is recognized by its tensors.  For copied or
     transformed tensors only the number of rows is compared with that of the next batch: a fresh
     copy of an old batch with as many rows as the next one is not detected.
+
+    Args:
+        are_checked: False if the caller is responsible for the batches, and no batch is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_checked: bool = True) -> None:
+        self._are_checked = are_checked
         self._waiting: deque[Ticket] = deque()
+        # Of the step in progress.
+        self._current: Ticket | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step in progress has its batch."""
+        return self._current is not None
 
     def start(self) -> None:
         """Begin another iteration of the loader, and drop the tickets of unused batches."""
@@ -54,8 +65,24 @@ class Tickets:
         self._waiting.append(ticket)
         return ticket
 
-    def next(self, batch: Any, rows: int) -> Ticket:
-        """Return the next ticket; raise ``PrivacyError`` unless it is that of this batch."""
+    def admit(self, rows: int, batch: Any = None) -> None:
+        """Let a batch into the step.
+
+        Args:
+            rows: the number of samples that are added.
+            batch: their tensors; None for an empty batch that was not passed on.
+
+        Raises:
+            PrivacyError: for all but the next drawn batch, whole, in a step that has none.
+        """
+        if not self._are_checked:
+            return
+        if self.has_begun:
+            raise PrivacyError(
+                "this step has a batch already, and every sample may count once: call step() "
+                "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
+                "the loss function; for a batch too large for memory, set micro_batch_size"
+            )
         leaves = _tensors(batch)
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
@@ -72,67 +99,20 @@ class Tickets:
                 "batch is a step, too; begin a new iteration to leave out the rest of this one"
             )
         _mark(leaves, turn)
-        return turn
-
-    def spend(self, ticket: Ticket) -> None:
-        """Remove a ticket, so that its batch is not used again."""
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
-
-
-class StepBatch:
-    """Keeps the ticket of the batch that a step has used.
-
-    Args:
-        tickets: the tickets of the loader; None if the caller is responsible for the batches.
-    """
-
-    def __init__(self, tickets: Tickets | None) -> None:
-        self._tickets = tickets
-        self.restart()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the step has its batch."""
-        return self._ticket is not None
+        self._current = turn
 
     def restart(self) -> None:
-        """Forget the batch: one that failed half way may be tried again."""
-        self._ticket: Ticket | None = None
-
-    def admit(self, rows: int, batch: Any = None) -> None:
-        """Let a batch into the step.
-
-        Args:
-            rows: the number of samples that are added.
-            batch: their tensors; None for an empty batch that was not passed on.
-
-        Raises:
-            PrivacyError: for all but one drawn batch, whole.
-        """
-        if self._tickets is None:
-            return
-        if self._ticket is not None:
-            raise PrivacyError(
-                "this step has a batch already, and every sample may count once: call step() "
-                "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
-                "the loss function; for a batch too large for memory, set micro_batch_size"
-            )
-        self._ticket = self._tickets.next(batch, rows)
+        """Forget the step's batch: one that failed half way may be tried again."""
+        self._current = None
 
     def discard(self) -> None:
-        """Give up the batch without a release, so that no step can use it."""
-        if self._tickets is not None and self._ticket is not None:
-            self._tickets.spend(self._ticket)
+        """Give up the step's batch without a release, so that no step can use it."""
+        if self._current is not None:
+            self.spend(self._current)
         self.restart()
 
-    def require_batch(self) -> None:
-        """Raise ``PrivacyError`` unless the step has a batch, or the next one is empty."""
-        if not self.has_begun:
-            self.admit(0)
-
-    def spend(self, samples: int) -> None:
-        """End the step, and remove the batch's ticket.
+    def finish(self, samples: int) -> None:
+        """End the step, so that no other can use its batch.
 
         Args:
             samples: the number of samples in the sum that is to be released.
@@ -140,17 +120,19 @@ class StepBatch:
         Raises:
             PrivacyError: if the batch has another number of samples.
         """
-        ticket = self._ticket
-        self.restart()
-        if self._tickets is None or ticket is None:
-            return
-        self._tickets.spend(ticket)
-        if samples != ticket.rows:
+        ticket = self._current
+        self.discard()
+        if ticket is not None and samples != ticket.rows:
             raise PrivacyError(
                 f"the sum is over {samples} samples, and the batch has {ticket.rows}: gradients "
                 "were added without this optimizer's backward(). Nothing was released, and the "
                 "batch is discarded"
             )
+
+    def spend(self, ticket: Ticket) -> None:
+        """Remove a ticket, so that its batch is not used again."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

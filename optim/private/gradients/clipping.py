@@ -16,7 +16,6 @@ from comm_hooks.requirements import (
     in_one_line,
     is_number,
     require_callable,
-    require_kind,
     require_positive,
 )
 
@@ -174,10 +173,6 @@ class SampleClipper(Settled, ClippedGradients):
         self._start()
         return taken
 
-    def discard(self) -> None:
-        """Reset the sum of the clipped gradients to zero."""
-        self._start()
-
     def _start(self) -> None:
         self._sums = [
             torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in self.parameters
@@ -254,7 +249,6 @@ class BatchClipper(SampleClipper):
         max_grad_norm: float,
         micro_batch_size: int | None,
     ) -> None:
-        require_kind(self, "model", model, nn.Module)
         require_callable(
             self,
             "loss_function",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,8 +92,7 @@ class IndependenceProbe:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.epsilon = 0.0
         self._has_seen = False
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        self._devices = sorted(devices, key=str)
+        self._devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
         for parameter in self._parameters:
             self._note(parameter)
             if parameter.is_cuda and parameter.dtype is torch.float32:
@@ -112,15 +111,16 @@ class IndependenceProbe:
         leaves, self._structure = pytree.tree_flatten(batch)
         if self._has_seen or len(leaves[0]) < 2:
             return self._has_seen
-        everything = range(len(leaves[0]))
-        (losses,) = self._seen(leaves, everything).losses
+        losses = self._seen(leaves)[0]
         finite = losses.isfinite().nonzero().flatten()
         if len(finite) < 2:
             return False
         leaves = [leaf[finite.to(leaf.device)] for leaf in leaves]
         few = [leaf[:_MOST_ROWS] for leaf in leaves]
         self._compare_replaced(few)
-        for modules in ((), self._dropouts(), tuple(self._model.modules())):
+        everywhere = list(self._model.modules())
+        dropouts = [m for m in everywhere if isinstance(m, (_DropoutNd, nn.MultiheadAttention))]
+        for modules in ([], dropouts, everywhere):
             with _evaluated(modules):
                 if not self._is_random(few):
                     self._compare_left_out(few, leaves)
@@ -129,8 +129,7 @@ class IndependenceProbe:
         return True
 
     def _compare_replaced(self, rows: list[torch.Tensor]) -> None:
-        everything = range(len(rows[0]))
-        once, again = (self._seen(rows, everything) for _ in range(2))
+        once, again = (self._seen(rows) for _ in range(2))
         if self._differ(once, again, math.sqrt(self.epsilon)):
             raise PrivacyError(
                 "the losses of a batch differ when they are computed again, so samples cannot be "
@@ -151,25 +150,26 @@ class IndependenceProbe:
 
     def _compare_left_out(self, few: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
         for kept, _ in _splits(len(few[0])):
-            alone = self._seen([leaf[kept] for leaf in few], range(len(kept)))
+            alone = self._seen([leaf[kept] for leaf in few])
             self._require_same(self._seen(few, kept), alone)
         if len(leaves[0]) > len(few[0]):
-            first = range(len(few[0]))
-            self._require_same(self._seen(leaves, first), self._seen(few, first))
+            self._require_same(self._seen(leaves, range(len(few[0]))), self._seen(few))
 
     def _is_random(self, rows: list[torch.Tensor]) -> bool:
-        everything = range(len(rows[0]))
-        once, again = (self._seen(rows, everything, draws_before=draws) for draws in (0, 17))
+        once, again = (self._seen(rows, draws_before=draws) for draws in (0, 17))
         return self._differ(once, again, self.epsilon)
 
-    def _dropouts(self) -> Sequence[nn.Module]:
-        kinds = (_DropoutNd, nn.MultiheadAttention)
-        return [module for module in self._model.modules() if isinstance(module, kinds)]
-
     def _seen(
-        self, leaves: list[torch.Tensor], kept: Sequence[int], *, draws_before: int = 0
-    ) -> "_Seen":
-        """Return the losses of the ``kept`` rows, and the gradient of their weighted sum."""
+        self,
+        leaves: list[torch.Tensor],
+        kept: Sequence[int] | None = None,
+        *,
+        draws_before: int = 0,
+    ) -> list[torch.Tensor]:
+        """Return the losses of the ``kept`` rows, and the gradient of their weighted sum.
+
+        The weights are random, the same in every call.
+        """
         size = len(leaves[0])
         weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
         with (
@@ -181,21 +181,21 @@ class IndependenceProbe:
                 torch.rand(draws_before, device=device)
             batch = pytree.tree_unflatten(leaves, self._structure)
             losses = sample_losses(self._model, self._loss_function, batch, size)
-            chosen = losses[list(kept)]
-            weighted = (chosen * weights[: len(kept)].to(losses)).sum()
+            chosen = losses if kept is None else losses[list(kept)]
+            weighted = (chosen * weights[: len(chosen)].to(losses)).sum()
             gradient: Sequence[torch.Tensor | None] = []
             if weighted.requires_grad:
                 gradient = torch.autograd.grad(weighted, self._parameters, allow_unused=True)
         self._note(losses)
-        found = [torch.zeros(()) if part is None else part for part in gradient]
-        return _Seen([chosen.detach()], found)
+        parts = [torch.zeros(()) if part is None else part for part in gradient]
+        return [chosen.detach(), *parts]
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
         return tensor
 
-    def _require_same(self, before: "_Seen", after: "_Seen") -> None:
+    def _require_same(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
         if self._differ(before, after, math.sqrt(self.epsilon)):
             raise PrivacyError(
                 "the loss of a sample depends on other samples of its batch, so that clipping does "
@@ -203,19 +203,14 @@ class IndependenceProbe:
                 "compares it with its label only, and no mean over the batch"
             )
 
-    def _differ(self, before: "_Seen", after: "_Seen", tolerance: float) -> bool:
-        if not _distance(before.losses, after.losses) <= tolerance * _norm(before.losses):
+    def _differ(
+        self, before: list[torch.Tensor], after: list[torch.Tensor], tolerance: float
+    ) -> bool:
+        if not _distance(before[:1], after[:1]) <= tolerance * _norm(before[:1]):
             return True
         # 0 x infinity, of samples that do not count, is no difference.
-        distance = _distance(before.gradient, after.gradient)
-        return math.isfinite(distance) and distance > tolerance * _norm(before.gradient)
-
-
-class _Seen(NamedTuple):
-    """The losses of some samples of a batch, and the gradient of their sum with random weights."""
-
-    losses: Sequence[torch.Tensor]
-    gradient: Sequence[torch.Tensor]
+        distance = _distance(before[1:], after[1:])
+        return math.isfinite(distance) and distance > tolerance * _norm(before[1:])
 
 
 def _splits(rows: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -29,8 +29,7 @@ def check_model(model: nn.Module) -> None:
             normalization, and instance normalization with running statistics), for embeddings
             with rows that the forward pass writes (``max_norm``), and for a communication hook,
             except :func:`~comm_hooks.skip_hook`, which sends nothing.
-        ValueError: if no parameter is trainable, or one is complex or sharded; for an engine of
-            DeepSpeed.
+        ValueError: for complex or sharded parameters, and an engine of DeepSpeed.
 
     Not detected: modules of your own that mix samples.
 
@@ -48,8 +47,6 @@ def check_model(model: nn.Module) -> None:
             "samples: train the engine's module without DeepSpeed"
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ValueError("the model has no parameters with requires_grad=True: nothing to train")
     for what, names in (
         ("complex", [n for n, p in trainable.items() if p.is_complex()]),
         ("sharded", [n for n, p in trainable.items() if isinstance(p, DTensor)]),

@@ -30,14 +30,6 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 # The number of samples of the first batch for which Opacus's norm is compared with their own.
 _COMPARED = 8
 
-_COMPOUND: dict[type[nn.Module], str] = {
-    nn.RNN: "DPRNN",
-    nn.GRU: "DPGRU",
-    nn.LSTM: "DPLSTM",
-    nn.MultiheadAttention: "DPMultiheadAttention",
-}
-"""Layers of several matrices, which Opacus's hooks cannot take, and Opacus's replacements."""
-
 
 class OpacusGradients(BatchClipper):
     """The sum of clipped per-sample gradients that the hooks of Opacus compute.
@@ -87,8 +79,20 @@ class OpacusGradients(BatchClipper):
         micro_batch_size: int | None = None,
     ) -> None:
         require_kind(self, "module", module, nn.Module, AbstractGradSampleHooks)
-        self._hooks = _hooks_of(module)
-        model = cast(nn.Module, self._hooks._module)
+        while isinstance(module, AbstractGradSampleHooks):
+            module = cast(nn.Module, module._module)
+        model = unwrapped(module)
+        for name, layer in model.named_modules():
+            # Of several matrices, which the hooks do not see.
+            is_compound = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
+            if is_compound and any(p.requires_grad for p in layer.parameters()):
+                kind = type(layer).__name__
+                raise ValueError(
+                    f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of {kind}: "
+                    f'use grad_sample_mode="functorch", or opacus.layers.DP{kind}'
+                )
+        detach(model)
+        self._hooks: Any = GradSampleHooks(model, loss_reduction="sum")
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         super().__init__(
             model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
@@ -172,28 +176,6 @@ class OpacusGradients(BatchClipper):
             kept = cast(Any, parameter)
             kept.grad_sample = None
             kept._forward_counter = 0
-
-
-def _refuse_compound_layers(model: nn.Module) -> None:
-    """Raise ``ValueError`` for layers with parameters that Opacus's hooks cannot observe."""
-    for name, layer in model.named_modules():
-        kind = next((k for k in _COMPOUND if isinstance(layer, k)), None)
-        if kind and any(p.requires_grad for p in layer.parameters()):
-            raise ValueError(
-                f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of "
-                f'{type(layer).__name__}: use grad_sample_mode="functorch", or '
-                f"opacus.layers.{_COMPOUND[kind]}"
-            )
-
-
-def _hooks_of(module: "nn.Module | AbstractGradSampleHooks") -> Any:
-    """Attach Opacus's hooks to the model inside of all wrappers, in place of others."""
-    while isinstance(module, AbstractGradSampleHooks):
-        module = cast(nn.Module, module._module)
-    model = unwrapped(module)
-    _refuse_compound_layers(model)
-    detach(model)
-    return GradSampleHooks(model, loss_reduction="sum")
 
 
 def detach(module: nn.Module) -> None:

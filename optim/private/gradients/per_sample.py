@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -205,12 +205,9 @@ class _Loss(nn.Module):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside ``DistributedDataParallel`` and ``torch.compile``."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        inner = model.module if isinstance(model, DistributedDataParallel) else inner
-        if inner is None:
-            break
-        model = inner
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        is_ddp = isinstance(model, DistributedDataParallel)
+        model = cast(nn.Module, model.module if is_ddp else model._orig_mod)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) or is_replicated(module):
             raise ValueError(

@@ -10,12 +10,11 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange import noise_hook as hooks
-from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.optim.private.accounting.releases import Releases
-from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
+from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
 from comm_hooks.optim.private.noise.gaussian import add_noise_
-from comm_hooks.optim.private.noise.placement import PLACES, Place, Scheme, judge
+from comm_hooks.optim.private.noise.placement import Place, Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
 from comm_hooks.requirements import require_choice, require_kind, require_within
 
@@ -109,11 +108,17 @@ class GaussianMechanism(Settled, Unrepeatable):
         require_within(self, "noise_multiplier", noise_multiplier, "(0, inf)")
         require_within(self, "max_grad_norm", max_grad_norm, "(0, inf)")
         require_within(self, "expected_batch_size", expected_batch_size, "(0, inf)")
-        require_choice(self, "place", place, PLACES)
+        require_choice(self, "place", place, get_args(Place))
         require_choice(self, "noise", noise, get_args(NoiseKind))
         if secret is not None:
             require_kind(self, "secret", secret, Secret)
-        require_nothing_remembered(exchange)
+        state = exchange.state_dict()
+        if state.get("memory") or state.get("server_memory"):
+            raise PrivacyError(
+                "the exchange has residuals, perhaps of gradients without noise, and would "
+                "release them: give a new Exchange. Load a private exchange's checkpoint after "
+                "make_private()"
+            )
         self.exchange = exchange
         self.place = place
         self.noise_multiplier = noise_multiplier
@@ -137,12 +142,6 @@ class GaussianMechanism(Settled, Unrepeatable):
         exchange.state.is_of_sums = True
         self._parts = _parts_of(exchange)
         exchange.agree_on({"placement": place, **{n: getattr(self, n) for n in _SETTINGS}})
-
-    def change(self, **settings: float) -> None:
-        """Change settings of the coming releases; the caller enters them into the ledger."""
-        for name, value in settings.items():
-            resettle(self, name, value)
-        self.exchange.agree_on(settings)
 
     def require_unchanged(self) -> None:
         """Raise ``PrivacyError`` if the exchange was changed after it was judged."""
@@ -182,7 +181,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         sensitivity = verdict.std * self.max_grad_norm
         elements = sum(tensor.numel() for tensor in tensors)
         std = self._std(sensitivity, elements)
-        noise_hook: NoiseHook | None = None
+        noise_hook: hooks.NoiseHook | None = None
         if self.place == "central":
             stream = self._stream("noise of owner")
             noise_hook = _NoiseOnSum(
@@ -246,17 +245,7 @@ def _parts_of(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def require_nothing_remembered(exchange: Exchange) -> None:
-    """Raise ``PrivacyError`` for an exchange with residuals, which would be released."""
-    state = exchange.state_dict()
-    if state.get("memory") or state.get("server_memory"):
-        raise PrivacyError(
-            "the exchange has residuals, perhaps of gradients without noise, and would release "
-            "them: give a new Exchange. Load a private exchange's checkpoint after make_private()"
-        )
-
-
-class _NoiseOnSum(NoiseHook):
+class _NoiseOnSum(hooks.NoiseHook):
     """A hook that adds noise to a sum of clipped vectors: at a shard's owner, or to payloads."""
 
     def __init__(self, place: hooks.Place, add_noise_: AddNoise) -> None:

@@ -21,8 +21,7 @@ from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.requirements import require_choice, require_kind, require_positive, require_within
 
 Unit = Literal["sample", "client"]
-Place = Literal["central", "shares", "local", "aggregate", "rank_0"]
-PLACES: tuple[Place, ...] = ("central", "shares", "local", "aggregate")
+Place = Literal["central", "shares", "local", "aggregate"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Scheme:
         unit: the protected unit: a ``"sample"``, or a ``"client"`` with all of its data.
         place: where noise is added: ``"central"``, once, to the exact sum; ``"shares"``, a share of
             sigma C / sqrt(N) on each rank; ``"local"``, all of sigma C on each rank;
-            ``"aggregate"``, to the sum of the compressed messages; ``"rank_0"``, all of it on one
-            rank, as Opacus does.
+            ``"aggregate"``, to the sum of the compressed messages.
         compressor: the compressor of parameters that are not exempt.
         exempt: the compressor of exempt parameters.
         feedback: the vectors of which residuals are kept: ``"before_noise"``, clean vectors;
@@ -42,12 +40,7 @@ class Scheme:
         feedback_linear: whether residuals are kept in full; each rank rounds 4 or 16 bits anew.
         world_size: N, the number of ranks.
         clipping: the vector that is clipped to C: ``"unit"``, one sample's gradient or one client's
-            delta; ``"message"``, after compression (and, unless linear, decompression);
-            ``"micro_batch"``, the mean of several samples.
-        divisor: the divisor of the sum: ``"public"``, or ``"actual"``, the number of drawn units.
-        weights: the clients' weights: ``"uniform"``, or ``"examples"``, their numbers of examples.
-        scaling: the statistics by which per-sample gradients are scaled before clipping:
-            ``"none"``, ``"public"`` (also earlier releases) or ``"private"``.
+            delta; ``"message"``, after compression (and, unless linear, decompression).
         norm_bound: the largest norm of a message over that of its vector; by default the
             compressor's for one parameter of 2^20 elements.
     """
@@ -59,10 +52,7 @@ class Scheme:
     feedback: Literal["none", "before_noise", "after_noise"] = "none"
     feedback_linear: bool = True
     world_size: int = 1
-    clipping: Literal["unit", "message", "micro_batch"] = "unit"
-    divisor: Literal["public", "actual"] = "public"
-    weights: Literal["uniform", "examples"] = "uniform"
-    scaling: Literal["none", "public", "private"] = "none"
+    clipping: Literal["unit", "message"] = "unit"
     norm_bound: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,11 +94,6 @@ class Scheme:
         """Whether nothing is compressed, so that the noise has one variance in all coordinates."""
         return self.compressor == Identity() and self.exempt == Identity()
 
-    @property
-    def rounds_feedback(self) -> bool:
-        """Whether residuals are rounded, and so no linear function of the vectors."""
-        return self.feedback != "none" and not self.feedback_linear
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -116,18 +101,16 @@ class Verdict:
 
     Attributes:
         rule: the number of the applied rule in the documentation.
-        multiplier: the accountant's noise multiplier over sigma, for observers of the model at
-            every step.
-        peer_multiplier: the same for observers of single ranks' messages; 0 for no protection.
+        peer_multiplier: the accountant's noise multiplier over sigma, for observers of single
+            ranks' messages; 0 for no protection.  For observers of the model it is 1.
         std: the standard deviation of the noise in each vector to which it is added, over sigma C.
         variance_of_sum: the variance of the noise in a coordinate of the sum over ranks, over
             (sigma C)^2; None if compression makes it differ from coordinate to coordinate.
-        checkpoint_multiplier: the same as ``multiplier`` for observers of single ranks' saved
-            states, residuals included; 0 for no protection.
+        checkpoint_multiplier: the same as ``peer_multiplier`` for observers of single ranks' saved
+            states, residuals included.
     """
 
     rule: int
-    multiplier: float
     peer_multiplier: float
     std: float
     variance_of_sum: float | None
@@ -156,7 +139,9 @@ def judge(scheme: Scheme) -> Verdict:
 
     Not supported, and refused where they would be needed: integer mechanisms under secure
     aggregation (rule 14), noise on the factors of PowerSGD (rule 15), clipping norms that adapt
-    (rule 20).
+    (rule 20).  Taken for granted, since this library offers nothing else: every sample is clipped
+    by itself (rule 18), after a scaling by public statistics or releases if any (rule 16), clients
+    have equal weights (rule 11), and the divisor is public (rule 19).
 
     Example::
 
@@ -169,56 +154,8 @@ def judge(scheme: Scheme) -> Verdict:
         Traceback (most recent call last):
         comm_hooks.optim.private.errors.PrivacyError: not private (rule 5): shares of noise ...
     """
-    for (setting, value), rule, problem, instead in _NEVER:
-        if getattr(scheme, setting) == value:
-            _refuse(rule, problem, instead)
     if scheme.unit == "client":
         return _judge_client(scheme)
-    return _judge_sample(scheme)
-
-
-def require_known_variance(optimizer: type, scheme: Scheme) -> None:
-    """Raise ``PrivacyError`` if an optimizer class needs the noise variance of a scheme without."""
-    needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
-    if needs and judge(scheme).variance_of_sum is None:
-        raise PrivacyError(
-            f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
-            f"17) after {scheme.compressor}: its output is mostly zeros, or noise of another size. "
-            "Valid instead: no compressor, or DPAdam or DPMicroAdam"
-        )
-
-
-# Invalid at every place of the noise: the setting, the rule, the problem, a valid alternative.
-_NEVER = (
-    (
-        ("scaling", "private"),
-        16,
-        "gradients are scaled by statistics of private data before they are clipped",
-        "statistics of public data, or of gradients that were released with noise",
-    ),
-    (
-        ("clipping", "micro_batch"),
-        18,
-        "clipping the mean of a micro-batch lets one sample change the sum by 2 C",
-        "clip every sample's gradient, or train with twice the noise",
-    ),
-    (
-        ("divisor", "actual"),
-        19,
-        "dividing by the number of units that were drawn shows that number in the noise's scale",
-        "a public divisor: expected_batch_size, or the expected number of clients",
-    ),
-    (
-        ("weights", "examples"),
-        11,
-        "weights by the number of examples are private, and let one client change the sum by more "
-        "than C",
-        "weight clients equally",
-    ),
-)
-
-
-def _judge_sample(scheme: Scheme) -> Verdict:
     name = type(scheme.compressor).__name__
     ranks = scheme.world_size
     if scheme.feedback == "before_noise":
@@ -230,24 +167,23 @@ def _judge_sample(scheme: Scheme) -> Verdict:
         )
     variance = 1.0 if scheme.is_dense else None
     if scheme.place == "central":
-        return Verdict(2, 1.0, 0.0, 1.0, variance)
+        return Verdict(2, 0.0, 1.0, variance)
     if scheme.place == "local":
-        return Verdict(6, 1.0, 1.0, 1.0, variance and float(ranks))
-    if scheme.place in ("shares", "rank_0"):
-        shared = scheme.place == "shares"
-        if not scheme.is_linear or scheme.rounds_feedback:
-            noise = f"shares of noise on {ranks} ranks" if shared else "noise on rank 0 alone"
-            left = f"sigma / sqrt({ranks})" if shared else "no noise, except on rank 0"
+        return Verdict(6, 1.0, 1.0, variance and float(ranks))
+    if scheme.place == "shares":
+        rounds_feedback = scheme.feedback != "none" and not scheme.feedback_linear
+        if not scheme.is_linear or rounds_feedback:
             _refuse(
-                5 if shared else 3,
-                f"{noise} and then {name}, which is not one linear map for all ranks (or has "
-                f"rounded error feedback), leave each message with {left}",
+                5,
+                f"shares of noise on {ranks} ranks and then {name}, which is not one linear map "
+                "for all ranks (or has rounded error feedback), leave each message with sigma / "
+                f"sqrt({ranks})",
                 "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
                 "count_sketch) with exempt_bits=32, and ErrorFeedback(bits=32)",
             )
-        share = 1 / math.sqrt(ranks) if shared else 0.0
+        share = 1 / math.sqrt(ranks)
         saved = 1.0 if scheme.feedback == "none" else share
-        return Verdict(4, 1.0, share, share or 1.0, variance, saved)
+        return Verdict(4, share, share, variance, saved)
     if not scheme.is_linear:
         _refuse(
             8,
@@ -264,7 +200,18 @@ def _judge_sample(scheme: Scheme) -> Verdict:
             "a compressor with one (random_k, srht, count_sketch), or placement 'shares'",
         )
     rule = 7 if bound <= 1 else 9
-    return Verdict(rule, 1.0, 0.0, bound, variance)
+    return Verdict(rule, 0.0, bound, variance)
+
+
+def require_known_variance(optimizer: type, scheme: Scheme) -> None:
+    """Raise ``PrivacyError`` if an optimizer class needs the noise variance of a scheme without."""
+    needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
+    if needs and judge(scheme).variance_of_sum is None:
+        raise PrivacyError(
+            f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
+            f"17) after {scheme.compressor}: its output is mostly zeros, or noise of another size. "
+            "Valid instead: no compressor, or DPAdam or DPMicroAdam"
+        )
 
 
 def _judge_client(scheme: Scheme) -> Verdict:
@@ -284,7 +231,7 @@ def _judge_client(scheme: Scheme) -> Verdict:
     rule = 13 if scheme.is_linear and not scheme.is_dense else 11
     variance = 1.0 if scheme.is_dense else None
     # Ranks save clients' residuals, and the number of clients that were drawn.
-    return Verdict(rule, 1.0, 0.0, 1.0, variance, checkpoint_multiplier=0.0)
+    return Verdict(rule, 0.0, 1.0, variance, checkpoint_multiplier=0.0)
 
 
 def _norm_bound(scheme: Scheme) -> float:

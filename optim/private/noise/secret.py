@@ -116,5 +116,4 @@ def _forget_all() -> None:
         secret._key = b""
 
 
-if hasattr(os, "register_at_fork"):  # where there is no fork there is nothing to forget
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)

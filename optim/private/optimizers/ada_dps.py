@@ -5,15 +5,10 @@ from typing import ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from comm_hooks.optim.private.optimizers.descent import (
-    Accumulator,
-    Descent,
-    Preconditioner,
-    PublicTensors,
-)
+from comm_hooks.optim.private.optimizers.descent import Accumulator, PublicDescent, PublicTensors
 
 
-class AdaDPS(Descent):
+class AdaDPS(PublicDescent):
     r"""AdaDPS: divides each sample's gradient by public side information, before it is clipped.
 
     Noise of one size in every coordinate drowns the coordinates with small gradients, and a
@@ -47,10 +42,10 @@ class AdaDPS(Descent):
     Args:
         params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: a function, called once per step by :meth:`transform`, that returns the
-            mean gradient of a batch of public data, by parameter name or in the order of the
-            groups; see :class:`~comm_hooks.optim.private.PublicGradients`.
+            mean gradient of a batch of public data, by parameter name; see
+            :class:`~comm_hooks.optim.private.PublicGradients`.
         side_information: A for all steps, in place of public gradients: positive tensors that
-            broadcast to the parameters' shapes, by name (A = 1 for the others) or in order; see
+            broadcast to the parameters' shapes, by name (A = 1 for the others); see
             :func:`~comm_hooks.optim.private.token_frequency`.
         preconditioner: how A follows from public gradients: "rmsprop", "adam" or "adagrad".
         betas: beta1, for "adam" only, and beta2, for "rmsprop" and "adam"; each in [0, 1).
@@ -63,7 +58,6 @@ class AdaDPS(Descent):
     Raises:
         ValueError: for side information or public gradients that do not fit the parameters or are
             not finite.
-        RuntimeError: from :meth:`step` if :meth:`transform` was not called since the last one.
 
     Example::
 
@@ -95,7 +89,9 @@ class AdaDPS(Descent):
     ) -> None:
         super().__init__(
             params,
-            Preconditioner(self, public_gradients, side_information, preconditioner),
+            public_gradients,
+            side_information,
+            preconditioner,
             lr=lr,
             betas=betas,
             eps=eps,

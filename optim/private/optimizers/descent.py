@@ -1,4 +1,4 @@
-"""Base classes of optimizers on noised gradients: interface, descent step and preconditioner."""
+"""Base classes of optimizers on noised gradients: interface, descent, public preconditioner."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -27,15 +27,15 @@ from comm_hooks.optim.moments import (
     zeros,
 )
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
-from comm_hooks.requirements import require_callable, require_choice, require_within
+from comm_hooks.requirements import require_callable, require_choice, require_kind, require_within
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
 
 Factors = tuple[Tensors, Tensors | None]
 """The scales and shifts of gradients, one tensor per parameter; None for no shifts."""
 
-PublicTensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-"""A tensor for each parameter: by name, or in the order of the parameter groups."""
+PublicTensors = Mapping[str, torch.Tensor]
+"""A tensor for each parameter, by name."""
 
 Accumulator = Literal["rmsprop", "adam", "adagrad"]
 
@@ -69,7 +69,10 @@ class NoisedOptimizer(ExactStateOptimizer):
 
     Raises:
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
-            of another optimizer.
+            of another optimizer; for public gradients that do not fit the parameters or are not
+            finite.
+        RuntimeError: from :meth:`step` if it needs :meth:`transform`, which was not called since
+            the last one.
 
     Not supported: a learning rate that is a tensor, ``torch.compile`` of the step, sharded
     parameters (DTensors).  Gradients are not checked for NaN and infinity.
@@ -92,100 +95,17 @@ class NoisedOptimizer(ExactStateOptimizer):
         return None
 
 
-class Preconditioner:
-    """Scales gradients by public knowledge: divides them by A, and with "adam" mixes them with m.
-
-    With ghat a public gradient, v = beta2 v + (1 - beta2) ghat^2 ("adagrad": v = v + ghat^2),
-    m = beta1 m + (1 - beta1) ghat, and A = sqrt(v) + eps; or A is the side information.  A
-    gradient g becomes g / A, with "adam" (beta1 g + (1 - beta1) m) / A.
-
-    Args:
-        owner: the optimizer, for error messages.
-        public_gradients: a function that returns gradients of public data; None for no gradients.
-        side_information: A, the same for all steps; in place of public gradients.
-        accumulator: the way in which A and m follow from public gradients, as above.
-
-    State per parameter: ``public_exp_avg_sq`` (v), ``public_exp_avg`` (m) for "adam".
-    """
-
-    def __init__(
-        self,
-        owner: object,
-        public_gradients: Callable[[], PublicTensors] | None,
-        side_information: PublicTensors | None = None,
-        accumulator: Accumulator = "rmsprop",
-    ) -> None:
-        name = type(owner).__name__
-        require_choice(owner, "preconditioner", accumulator, get_args(Accumulator))
-        if (public_gradients is None) == (side_information is None):
-            raise ValueError(f"{name}: pass either public_gradients or side_information")
-        if public_gradients is not None:
-            require_public_gradients(owner, public_gradients)
-        self._accumulator = accumulator
-        self._public_gradients = public_gradients
-        self._side_information = side_information
-        self._fixed: dict[torch.Tensor, torch.Tensor] = {}
-
-    def attach(self, optimizer: BatchedOptimizer) -> None:
-        """Match side information with the parameters of an optimizer.
-
-        Raises:
-            ValueError: for side information that does not fit the parameters, or is not positive.
-        """
-        if self._side_information is not None:
-            self._fixed = in_order(
-                optimizer, "side_information", self._side_information, default=1.0
-            )
-            if not all(bool((value > 0).all()) for value in self._fixed.values()):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: side_information must be positive: it divides "
-                    "gradients"
-                )
-
-    def observe(self, optimizer: BatchedOptimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Update v and m with new public gradients, and return these gradients by parameter."""
-        if self._public_gradients is None:
-            return {}
-        public = in_order(optimizer, "public_gradients", self._public_gradients())
-        for group in optimizer.param_groups:
-            parameters, (beta1, *_, beta2) = group["params"], group["betas"]
-            gradients = [public[p] for p in parameters]
-            squares = buffers(optimizer, parameters, "public_exp_avg_sq")
-            if self._accumulator == "adagrad":
-                torch._foreach_addcmul_(squares, gradients, gradients)
-                continue
-            average_squares_(squares, gradients, beta2)
-            if self._accumulator == "adam":
-                average_(buffers(optimizer, parameters, "public_exp_avg"), gradients, beta1)
-        return public
-
-    def factors(self, optimizer: BatchedOptimizer, parameters: Tensors, group: Group) -> Factors:
-        """Return the scales and shifts of gradients of these parameters, all of one group."""
-        if self._fixed:
-            return [1 / self._fixed[p] for p in parameters], None
-        divisors = roots(buffers(optimizer, parameters, "public_exp_avg_sq"), group["eps"])
-        scales = list(torch._foreach_reciprocal(divisors))
-        if self._accumulator != "adam":
-            return scales, None
-        beta1 = group["betas"][0]
-        shifts = torch._foreach_mul(buffers(optimizer, parameters, "public_exp_avg"), scales)
-        torch._foreach_mul_(shifts, 1 - beta1)
-        torch._foreach_mul_(scales, beta1)
-        return scales, list(shifts)
-
-
 class Descent(BatchedOptimizer, NoisedOptimizer):
     """Heavy-ball descent along the noised gradients; the published algorithms are made of it.
 
     With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where
     b = momentum b + u; with ``nesterov`` u + momentum b takes the place of b.
 
-    An algorithm adds a scaling of gradients (:meth:`_factors`), before they are clipped or after
-    they were noised, other directions (:meth:`_directions`), or another step (:meth:`_move`).
+    An algorithm adds a scaling of gradients before they are clipped (:meth:`_factors`), other
+    directions (:meth:`_directions`), or another step (:meth:`_move`).
 
     Args:
         params: parameters, named parameters or parameter groups.
-        preconditioner: the scaling of gradients by public knowledge; None for no scaling.
         **defaults: default hyperparameters of the groups.
     """
 
@@ -194,21 +114,12 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
     _scales_before_clipping: ClassVar[bool] = False
     _is_observed = False
 
-    def __init__(
-        self, params: ParamsT, preconditioner: Preconditioner | None = None, **defaults: Any
-    ) -> None:
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
         super().__init__(params, defaults)
-        self._preconditioner = preconditioner
-        if preconditioner is not None:
-            preconditioner.attach(self)
 
     @torch.no_grad()
     def transform(self) -> PublicTransform | None:
-        """Return the transform of every sample's gradient in the coming step; None for none.
-
-        Raises:
-            ValueError: for public gradients that do not fit the parameters or are not finite.
-        """
+        """Return the transform of the coming step; see :class:`NoisedOptimizer`."""
         if not self._scales_before_clipping:
             return None
         if not self._is_observed:
@@ -224,30 +135,31 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
             shifts += factors[1] or []
         return PublicTransform(scales, shifts or None)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict()``; see :class:`NoisedOptimizer`."""
+        # torch adds defaults that are in no group.
+        own = [key for key in self.param_groups[0] if key in self.defaults]
+        for group in state_dict["param_groups"]:
+            if missing := [key for key in own if key not in group]:
+                raise ValueError(
+                    f"{type(self).__name__}: the state has no {', '.join(missing)}: it was saved "
+                    "by another optimizer"
+                )
+        super().load_state_dict(state_dict)
+
     def _observe(self) -> None:
         """Evaluate public gradients, once per step, before anything else has changed."""
-        if self._preconditioner is not None:
-            self._preconditioner.observe(self)
 
     def _factors(self, parameters: Tensors, group: Group) -> Factors | None:
         """Return scales and shifts of gradients of one group's parameters; None for no scaling."""
-        if self._preconditioner is None:
-            return None
-        return self._preconditioner.factors(self, parameters, group)
+        return None
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         """Return the directions of the step for parameters of one group, device and dtype.
 
         ``gradients`` are float32 or wider, and must not be overwritten.
         """
-        factors = None if self._scales_before_clipping else self._factors(parameters, group)
-        if factors is None:
-            return gradients
-        scales, shifts = factors
-        directions = list(torch._foreach_mul(gradients, scales))
-        if shifts is not None:
-            torch._foreach_add_(directions, shifts)
-        return directions
+        return gradients
 
     def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         """Take a step: update ``x``, the values of parameters of one group, device and dtype."""
@@ -296,10 +208,79 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         return [int(count) for count in counts]
 
 
-def require_public_gradients(owner: object, public_gradients: object) -> None:
-    """Raise ``ValueError`` if ``public_gradients`` is not callable."""
-    why = ": gradients change with the parameters"
-    require_callable(owner, "public_gradients", public_gradients, why)
+class PublicDescent(Descent):
+    """Descent with gradients that public knowledge scales: the base of AdaDPS and its baselines.
+
+    Args:
+        params, public_gradients, side_information, preconditioner: see
+            :class:`~comm_hooks.optim.private.AdaDPS`.
+        **defaults: default hyperparameters of the groups.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        public_gradients: Callable[[], PublicTensors] | None,
+        side_information: PublicTensors | None = None,
+        preconditioner: Accumulator = "rmsprop",
+        **defaults: Any,
+    ) -> None:
+        require_choice(self, "preconditioner", preconditioner, get_args(Accumulator))
+        if (public_gradients is None) == (side_information is None):
+            raise ValueError(
+                f"{type(self).__name__}: pass either public_gradients or side_information"
+            )
+        if public_gradients is not None:
+            require_callable(self, "public_gradients", public_gradients)
+        super().__init__(params, **defaults)
+        self._accumulator = preconditioner
+        self._public_gradients = public_gradients
+        self._fixed: dict[torch.Tensor, torch.Tensor] = {}
+        if side_information is not None:
+            self._fixed = in_order(self, "side_information", side_information, default=1.0)
+            if not all(bool((value > 0).all()) for value in self._fixed.values()):
+                raise ValueError(
+                    f"{type(self).__name__}: side_information must be positive: it divides "
+                    "gradients"
+                )
+
+    def _observe(self) -> None:
+        """Update v and m with new public gradients."""
+        if self._public_gradients is None:
+            return
+        self._public = in_order(self, "public_gradients", self._public_gradients())
+        for group in self.param_groups:
+            parameters, (beta1, *_, beta2) = group["params"], group["betas"]
+            gradients = [self._public[p] for p in parameters]
+            squares = buffers(self, parameters, "public_exp_avg_sq")
+            if self._accumulator == "adagrad":
+                torch._foreach_addcmul_(squares, gradients, gradients)
+                continue
+            average_squares_(squares, gradients, beta2)
+            if self._accumulator == "adam":
+                average_(buffers(self, parameters, "public_exp_avg"), gradients, beta1)
+
+    def _factors(self, parameters: Tensors, group: Group) -> Factors:
+        if self._fixed:
+            return [1 / self._fixed[p] for p in parameters], None
+        divisors = roots(buffers(self, parameters, "public_exp_avg_sq"), group["eps"])
+        scales = list(torch._foreach_reciprocal(divisors))
+        if self._accumulator != "adam":
+            return scales, None
+        beta1 = group["betas"][0]
+        shifts = torch._foreach_mul(buffers(self, parameters, "public_exp_avg"), scales)
+        torch._foreach_mul_(shifts, 1 - beta1)
+        torch._foreach_mul_(scales, beta1)
+        return scales, list(shifts)
+
+    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
+        if self._scales_before_clipping:
+            return gradients
+        scales, shifts = self._factors(parameters, group)
+        directions = list(torch._foreach_mul(gradients, scales))
+        if shifts is not None:
+            torch._foreach_add_(directions, shifts)
+        return directions
 
 
 def buffers(
@@ -323,10 +304,8 @@ def in_order(
     """Return a public tensor for each parameter, in its shape and dtype and on its device.
 
     Args:
-        optimizer: the optimizer of the parameters.
         what: the name of the values in messages.
-        values: public tensors by parameter name, or in the order of the parameter groups; their
-            shapes must broadcast to those of the parameters.
+        values: public tensors, in shapes that broadcast to those of the parameters.
         default: the value for parameters that are not named; None to require all names.
 
     Raises:
@@ -334,27 +313,19 @@ def in_order(
     """
     owner, groups = type(optimizer).__name__, optimizer.param_groups
     parameters, names = parameters_of(groups), names_of(groups)
-    if isinstance(values, Mapping):
-        if not all("param_names" in group for group in groups):
-            raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
-        for name in values:
-            if name not in names:
-                raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
-        missing = [name for name in names if name not in values]
-        if missing and default is None:
-            raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
-        fill = torch.tensor(default or 0.0, dtype=torch.float32)
-        found = [values.get(name, fill) for name in names]
-    else:
-        found = list(values)
-        names = [f"tensor {place}" for place in range(len(found))]
-        if len(found) != len(parameters):
-            raise ValueError(
-                f"{owner}: {what} has {len(found)} tensors for {len(parameters)} parameters"
-            )
+    require_kind(optimizer, what, values, Mapping)
+    if not all("param_names" in group for group in groups):
+        raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")
+    missing = [name for name in names if name not in values]
+    if missing and default is None:
+        raise ValueError(f"{owner}: {what} has no tensor for {', '.join(missing)}")
+    fill = torch.tensor(default or 0.0, dtype=torch.float32)
     ordered = []
-    for name, value, parameter in zip(names, found, parameters, strict=True):
-        value = value.detach().to(parameter.device, state_dtype(parameter.dtype))
+    for name, parameter in zip(names, parameters, strict=True):
+        value = values.get(name, fill).detach().to(parameter.device, state_dtype(parameter.dtype))
         try:
             value = value.broadcast_to(parameter.shape)
         except RuntimeError:

@@ -56,9 +56,6 @@ class DP2(Descent):
 
     State per parameter: ``step``, ``accumulated`` (G), ``exp_avg_sq`` (v).
 
-    Raises:
-        RuntimeError: from :meth:`step` if :meth:`transform` was not called since the last one.
-
     Not supported: momentum, which would mix the two spaces.
 
     Example::

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -25,13 +25,9 @@ class MomentsOptimizer(Descent):
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group
     ) -> Tensors:
-        """Turn v / (1 - beta2^t), in place, into the divisor of m / (1 - beta1^t).
+        """Turn ``seconds``, v / (1 - beta2^t) of each of ``members``, in place, into divisors.
 
-        Args:
-            seconds: v / (1 - beta2^t), one tensor per parameter of ``members``.
-            steps: t, the number of steps of each parameter.
-            members: the parameters, all of one group.
-            group: the parameters' group.
+        A divisor is that of m / (1 - beta1^t); ``steps`` are the t.
         """
         torch._foreach_sqrt_(seconds)
         torch._foreach_add_(seconds, group["eps"])
@@ -158,15 +154,6 @@ class DPAdamBC(MomentsOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, gamma=gamma, weight_decay=weight_decay)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
-        if any("noise_avg" not in state for state in state_dict["state"].values()):
-            raise ValueError(
-                "DPAdamBC: the state has no noise_avg, so the noise in exp_avg_sq is unknown: it "
-                "was saved by another optimizer"
-            )
-        super().load_state_dict(state_dict)
 
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)

@@ -1,7 +1,5 @@
 """Adam on noised gradients in less than one byte per parameter."""
 
-from typing import Any
-
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -19,9 +17,6 @@ from comm_hooks.requirements import require_choice, require_positive
 
 _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: Identity()}
 """The compressor in which the residual is stored, by ``residual_bits``."""
-
-_LAYOUT = ("density", "window", "value_bits", "residual_bits", "block_size", "min_numel")
-"""The settings that determine how a state is stored, so that it cannot be read without them."""
 
 
 class DPMicroAdam(MomentsOptimizer):
@@ -134,16 +129,6 @@ class DPMicroAdam(MomentsOptimizer):
             min_numel=min_numel,
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned; see :class:`NoisedOptimizer`."""
-        for group in state_dict["param_groups"]:
-            if missing := [key for key in _LAYOUT if key not in group]:
-                raise ValueError(
-                    f"DPMicroAdam: the state has no {', '.join(missing)}: it was saved by another "
-                    "optimizer"
-                )
-        super().load_state_dict(state_dict)
-
     def _check_group(self, settings: Group) -> None:
         super()._check_group(settings)
         require_selection(self, settings["density"], settings["block_size"], settings["value_bits"])
@@ -198,7 +183,8 @@ class DPMicroAdam(MomentsOptimizer):
         places, kept = code.decode(rows)
         torch._foreach_copy_([window[steps % len(window)] for window in windows], list(rows))
         a.scatter_add_(1, places, -kept)
-        keys = derive_keys(0, steps, self._places(members))
+        place = {parameter: str(index) for index, parameter in enumerate(self._parameters())}
+        keys = derive_keys(0, steps, tuple(place[member] for member in members))
         coded = residual.encode(a, Draw(keys)).view(torch.uint8)
         torch._foreach_copy_(residuals, list(coded))
         del a, coded
@@ -208,11 +194,6 @@ class DPMicroAdam(MomentsOptimizer):
         update = code.directions(windows, steps + 1, betas, eps, group["bias_correction"])
         shaped = [u.view(p.shape) for u, p in zip(update.to(x[0].dtype), members, strict=True)]
         descend_(x, shaped, group)
-
-    def _places(self, members: Tensors) -> tuple[str, ...]:
-        """Return the indices of parameters among all parameters of the optimizer, as text."""
-        place = {parameter: index for index, parameter in enumerate(self._parameters())}
-        return tuple(str(place[member]) for member in members)
 
 
 def _code(numel: int, group: Group) -> SparseWindow:

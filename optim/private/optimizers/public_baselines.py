@@ -10,16 +10,15 @@ from comm_hooks.optim.base import Group, Tensors
 from comm_hooks.optim.moments import average_, corrected
 from comm_hooks.optim.private.optimizers.descent import (
     Descent,
-    Preconditioner,
+    PublicDescent,
     PublicTensors,
     buffers,
     in_order,
-    require_public_gradients,
 )
-from comm_hooks.requirements import require_positive, require_within
+from comm_hooks.requirements import require_callable, require_positive, require_within
 
 
-class DPRPub(Descent):
+class DPRPub(PublicDescent):
     r"""DP-R-Pub: RMSProp on noised gradients, with a preconditioner from public gradients.
 
     AdaDPS in the other order: noise first, then the division.  With g the noised mean in ``p.grad``
@@ -61,7 +60,7 @@ class DPRPub(Descent):
         require_within(self, "beta", beta, "[0, 1)")
         super().__init__(
             params,
-            Preconditioner(self, public_gradients),
+            public_gradients,
             lr=lr,
             betas=(0.0, beta),
             eps=eps,
@@ -70,7 +69,7 @@ class DPRPub(Descent):
         )
 
 
-class DPAdamPub(Descent):
+class DPAdamPub(PublicDescent):
     r"""DP-Adam-Pub: Adam on a mixture of noised and public gradients, with v of the public ones.
 
     With g the noised mean in ``p.grad`` and ghat the gradient of a public batch:
@@ -109,11 +108,9 @@ class DPAdamPub(Descent):
         eps: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        self._squares = Preconditioner(self, public_gradients)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-
-    def _observe(self) -> None:
-        self._public = self._squares.observe(self)
+        super().__init__(
+            params, public_gradients, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
         beta1, beta2, beta3 = group["betas"]
@@ -168,7 +165,7 @@ class PDADPMD(Descent):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        require_public_gradients(self, public_gradients)
+        require_callable(self, "public_gradients", public_gradients)
         require_positive(self, "total_steps", total_steps)
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.total_steps = total_steps
@@ -178,10 +175,8 @@ class PDADPMD(Descent):
         self._public = in_order(self, "public_gradients", self._public_gradients())
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
-        directions = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            count = self._steps(parameter)
-            alpha = math.cos(math.pi / 2 * min(int(count) / self.total_steps, 1.0))
-            directions.append(self._public[parameter].lerp(gradient, alpha))
-            count += 1
-        return directions
+        shares = [min((t - 1) / self.total_steps, 1.0) for t in self._count(parameters)]
+        return [
+            self._public[parameter].lerp(gradient, math.cos(math.pi / 2 * share))
+            for parameter, gradient, share in zip(parameters, gradients, shares, strict=True)
+        ]

@@ -6,11 +6,12 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import Group, Tensors
-from comm_hooks.optim.moments import average_, average_squares_, corrected
-from comm_hooks.optim.private.optimizers.descent import Descent, Factors, buffers
+from comm_hooks.optim.moments import corrected, roots
+from comm_hooks.optim.private.optimizers.descent import Factors, buffers
+from comm_hooks.optim.private.optimizers.dp_adam import MomentsOptimizer
 
 
-class ScaleThenPrivatize(Descent):
+class ScaleThenPrivatize(MomentsOptimizer):
     r"""Adam that scales gradients by its own earlier moments before they are clipped and noised.
 
     Needs no public data: the scale comes from gradients that were released before.  With g_i the
@@ -45,9 +46,6 @@ class ScaleThenPrivatize(Descent):
 
     State per parameter: ``step``, ``exp_avg`` (m), ``exp_avg_sq`` (v).
 
-    Raises:
-        RuntimeError: from :meth:`step` if :meth:`transform` was not called since the last one.
-
     Example::
 
         >>> from comm_hooks.optim.private import ScaleThenPrivatize
@@ -78,25 +76,10 @@ class ScaleThenPrivatize(Descent):
 
     def _unscales(self, parameters: Tensors, group: Group) -> Tensors:
         """Return 1 / s = sqrt(v_hat) + scale_eps, with v_hat before the step."""
-        unscales = self._roots(parameters, group)
-        torch._foreach_add_(unscales, group["scale_eps"])
-        return unscales
-
-    def _roots(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return sqrt(v_hat) in new tensors."""
         steps = [max(1, int(self._steps(p))) for p in parameters]
-        found = corrected(buffers(self, parameters, "exp_avg_sq"), group["betas"][1], steps)
-        torch._foreach_sqrt_(found)
-        return found
+        v_hat = corrected(buffers(self, parameters, "exp_avg_sq"), group["betas"][1], steps)
+        return roots(v_hat, group["scale_eps"])
 
-    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
-        beta1, beta2 = group["betas"]
+    def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
         unscaled = list(torch._foreach_mul(gradients, self._unscales(parameters, group)))
-        steps = self._count(parameters)
-        firsts = buffers(self, parameters, "exp_avg")
-        average_(firsts, unscaled, beta1)
-        average_squares_(buffers(self, parameters, "exp_avg_sq"), unscaled, beta2)
-        divisors = self._roots(parameters, group)
-        torch._foreach_add_(divisors, group["eps"])
-        torch._foreach_mul_(divisors, [1 - beta1**t for t in steps])
-        return list(torch._foreach_div(firsts, divisors))
+        super()._move(x, unscaled, parameters, group)

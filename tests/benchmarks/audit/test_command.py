@@ -60,13 +60,19 @@ def test_an_infinite_epsilon_is_not_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"placement": "rank_0", "exchange": TOPK}, 3),
+        ({"placement": "shares", "exchange": TOPK}, 5),
         ({"feedback": "before_noise"}, 10),
-        ({"unit": "client", "placement": "aggregate", "weights": "examples"}, 11),
-        ({"scaling": "private"}, 16),
+        ({"unit": "client", "placement": "central"}, 11),
         ({"optimizer": "DPAdamBC", "exchange": TOPK}, 17),
-        ({"clipping": "micro_batch"}, 18),
-        ({"divisor": "actual"}, 19),
+        (
+            {
+                "unit": "client",
+                "placement": "aggregate",
+                "clipping": "unit",
+                "exchange": {"compressor": "count_sketch", "ratio": 0.1},
+            },
+            12,
+        ),
     ],
 )
 def test_the_rules_read_every_setting(tmp_path: Path, changes: dict[str, Any], rule: int) -> None:

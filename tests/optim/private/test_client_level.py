@@ -220,7 +220,7 @@ KINDS: dict[str, Callable[[nn.Module, Exchange, PrivateParticipation], LocalRoun
         AdaS(
             m.named_parameters(),
             lr=0.02,
-            side_information=[torch.full_like(q, 0.5) for q in m.parameters()],
+            side_information={n: torch.full_like(q, 0.5) for n, q in m.named_parameters()},
         ),
         e,
         participation=p,

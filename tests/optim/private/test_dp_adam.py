@@ -271,7 +271,7 @@ def test_states_of_others_are_refused() -> None:
     adam = torch.optim.AdamW(parameters.values())
     run(parameters, adam)
     optimizer = noised_with(0.01, parameters.values())
-    with pytest.raises(ValueError, match=r"^DPAdamBC: the state has no noise_avg, .* by another"):
+    with pytest.raises(ValueError, match=r"^DPAdamBC: the state has no gamma: .* by another"):
         optimizer.load_state_dict(adam.state_dict())
     assert not optimizer.state
 

@@ -213,7 +213,7 @@ def test_the_order_of_parameters_in_the_optimizer_does_not_matter() -> None:
         named = list(model.named_parameters())
         scales = {n: torch.full_like(p, 1.0 + i).detach() for i, (n, p) in enumerate(named)}
         order = named[::-1] if reverse else named
-        optimizer = AdaDPS(order, lr=0.5, side_information=[scales[n] for n, _ in order])
+        optimizer = AdaDPS(order, lr=0.5, side_information=scales)
         _, wrapped, loader = private(
             PrivacyEngine(), model, optimizer=optimizer, noise_multiplier=1e-9, **first(10)
         )

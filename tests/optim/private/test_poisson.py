@@ -188,7 +188,7 @@ def test_private_loader_keeps_what_it_can() -> None:
     kept |= {"persistent_workers": True, "timeout": 7}
     shuffled = {"batch_size": 2, "shuffle": True, "drop_last": True, "collate_fn": flipped}
     usual = DataLoader(Structured(), multiprocessing_context="spawn", **shuffled, **kept)
-    loader = private_loader(usual, 0.25, rank=1, world_size=2, secret=Secret(KNOWN))
+    loader = private_loader(usual, 0.25, rank=1, world_size=2)
     assert len(loader) == 4
     assert len(private_loader(usual, 0.25, 9)) == 9
     assert len(private_loader(usual, 0.999)) == 1
@@ -196,13 +196,9 @@ def test_private_loader_keeps_what_it_can() -> None:
         assert getattr(loader, name) == getattr(usual, name), name
     assert isinstance(loader.multiprocessing_context, multiprocessing.context.SpawnContext)
     in_process = private_loader(
-        DataLoader(Structured(), 2, collate_fn=flipped),
-        0.25,
-        200,
-        rank=1,
-        world_size=2,
-        secret=Secret(KNOWN),
+        DataLoader(Structured(), 2, collate_fn=flipped), 0.25, 200, rank=1, world_size=2
     )
+    in_process.batch_sampler._secret = Secret(KNOWN)  # type: ignore[union-attr]
     batches = list(in_process)
     assert {int(v) for b in batches for v in b["image"].flatten()} == {1, 3, 5}
     assert {b["labels"].shape for b in batches} == {(n, 2) for n in range(4)}

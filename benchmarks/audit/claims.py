@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comm_hooks.optim.private.accounting.accountant import Accountant
-from comm_hooks.optim.private.accounting.events import GaussianEvent, seen_by
+from comm_hooks.optim.private.accounting import Accountant, GaussianEvent
+from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.errors import PrivacyError
 
 
@@ -44,7 +44,7 @@ def claim(events: Sequence[GaussianEvent], delta: float, accountant: Accountant)
     Example::
 
         >>> from comm_hooks.optim.private import Scheme, judge
-        >>> from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant, claim
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
         >>> verdict = judge(Scheme(place="shares", world_size=4))
         >>> plan = verdict.recorded(GaussianEvent(2.0, 0.01, steps=100), "shares")
         >>> found = claim([plan], 1e-5, RDPAccountant())
