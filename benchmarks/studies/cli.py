@@ -1,6 +1,5 @@
 """The shared parts of the commands of all studies: options, checks, runs, records."""
 
-import importlib.util
 import inspect
 import json
 import math
@@ -9,38 +8,28 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-_missing = [
-    n for n in ("typer", "rich", "matplotlib", "sklearn") if not importlib.util.find_spec(n)
-]
-if _missing:
-    print(
-        f"benchmarks.studies: needs {', '.join(_missing)}: pip install 'comm-hooks[benchmarks]'",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
-import torch  # noqa: E402
-import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
-from rich.text import Text  # noqa: E402
-
-from benchmarks.lab.machine import processor  # noqa: E402
-from benchmarks.lab.outcomes import Advance, Method, Outcome  # noqa: E402
-from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # noqa: E402
-from benchmarks.lab.plots import draw_sections  # noqa: E402
-from benchmarks.lab.progress import Display, open_display  # noqa: E402
-from benchmarks.lab.runs import Point, RunStore  # noqa: E402
-from benchmarks.lab.search import FACTOR, Tuning  # noqa: E402
-from benchmarks.lab.tables import Columns, tabulate  # noqa: E402
-from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
-from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.output import make_console, refusing  # noqa: E402
+from benchmarks.lab.machine import processor
+from benchmarks.lab.outcomes import Advance, Method, Outcome
+from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder
+from benchmarks.lab.plots import draw_sections
+from benchmarks.lab.progress import Display, open_display
+from benchmarks.lab.runs import Point, RunStore
+from benchmarks.lab.search import FACTOR, Tuning
+from benchmarks.lab.tables import Columns, tabulate
+from benchmarks.lab.tasks import TASKS, Task, build_task
+from comm_hooks.config import unknown
+from comm_hooks.launchers.output import make_console, refusing
 
 
 @dataclass(frozen=True)
@@ -399,16 +388,16 @@ class Measurement:
 
     Args:
         work: calls of the function that is given to ``measure``.
-        measure: yields rows, and calls the function that it is given on the way.
+        measure: yields rows, dataclasses, and calls the function that it is given on the way.
         make_tables: makes tables of the rows.
-        record: the fields of the record, given the rows.
+        rows: their name in the record.
         settings: for the record, beside the options.
     """
 
     work: int
     measure: Callable[[Advance], Iterator[Any]]
     make_tables: Callable[[list[Any]], list[Table]]
-    record: Callable[[list[Any]], dict[str, Any]]
+    rows: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, place: Place) -> None:
@@ -430,7 +419,7 @@ class Measurement:
             record = {
                 "complete": not interruption.happened,
                 "settings": {**place.settings, **self.settings},
-                **self.record(rows),
+                self.rows: [asdict(row) for row in rows],
             }
             write_record(place, record, console)
         end(place, interruption)
@@ -448,16 +437,13 @@ def write_record(
 ) -> None:
     """Write ``<name>.json``, with what a reader must know to repeat it, and tell what there is."""
     file = place.out / f"{place.name}.json"
-    whole = {"study": place.name, **describe_machine(place.name), **record}
+    whole = {
+        "study": place.name,
+        "command": shlex.join(["python", "-m", f"benchmarks.studies.{place.name}", *sys.argv[1:]]),
+        "machine": f"{processor()}, {platform.system()}",
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        **record,
+    }
     file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     for path in [file, *plots]:
         console.print(Text(f"Wrote {path}"), soft_wrap=True)
-
-
-def describe_machine(name: str) -> dict[str, str]:
-    """Return the command, the machine and the versions of a study, for its record."""
-    return {
-        "command": shlex.join(["python", "-m", f"benchmarks.studies.{name}", *sys.argv[1:]]),
-        "machine": f"{processor()}, {platform.system()}",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-    }

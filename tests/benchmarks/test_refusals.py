@@ -67,11 +67,8 @@ OF_STUDIES: dict[str, list[tuple[list[str], str]]] = {
         (["--rates", "-1"], "--rates must be at least 0, got -1"),
     ],
     "scale": [
-        (["--only", "predict"], "did you mean 'predicted'?"),
         (["--ranks", "2,3", "--batch", "64"], "--batch 64 cannot be divided over 3 ranks"),
         (["--density", "2"], "density is the fraction that is kept"),
-        (["--predicted-ranks", "8,12"], "give multiples of 8, got 12"),
-        (["--gigabits", "0"], "--gigabits: must be positive, got 0"),
     ],
     "private_federated": [
         (["--methods", "DP-FedAvgM"], "did you mean 'DP-FedAvg'?"),

@@ -44,7 +44,7 @@ def private_moments(
         due[-1],
         lambda advance: simulate(setup, due, advance),
         lambda rows: [make_rows_table(rows, setup)],
-        lambda rows: {"moments": [asdict(row) for row in rows]},
+        "moments",
         {**asdict(setup), "alpha": ALPHA, "noise_variance": setup.noise_variance},
     )
 
