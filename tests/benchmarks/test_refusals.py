@@ -29,7 +29,7 @@ OF_STUDIES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "fed_lamb": [
         (["--participation", "0"], "--participation must lie in (0, 1], got 0"),
-        (["--partitions", "contiguous"], "unknown partition 'contiguous'"),
+        (["--partitions", "dirichlet"], "--partitions: unknown name 'dirichlet'"),
         (["--methods", "fed_lam"], "did you mean 'fed_lamb'?"),
         (["--methods", ""], "there is nothing to compare"),
         (["--clients", "2000"], "cannot be divided over 2000 clients"),

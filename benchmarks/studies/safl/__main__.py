@@ -6,7 +6,6 @@ from typing import Annotated
 from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.tasks import options_of
 from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.safl.budget import BETAS, FAMILIES, LOCAL_LR, SERVERS
@@ -68,9 +67,8 @@ def safl(
     if interrupted (what is finished is reported).
     """
     options = dict(task_option)
-    if "label_smoothing" in options_of(task):
-        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
     if task == "digits":
+        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
         options.setdefault("model", "mlp" if quick else "resnet")
     tasks = cli.build_tasks(
         task, data_dir, clients=clients, seeds=seeds, validation=validation, **options
