@@ -5,9 +5,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 MOST_STARVED = 0.1
 """Of the time that a thread waited for a processor: more, and its times are another load's, too."""
 MOST_RANGE = 0.25
@@ -56,16 +53,6 @@ def roughly(value: float) -> str:
         ('~2,000', '~0.03')
     """
     return f"~{float(f'{value:.0e}'):,g}"
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest value of all ranks, if there are others: a step waits for the slowest."""
-    if not dist.is_initialized():
-        return seconds
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
 
 
 class Starvation:

@@ -171,6 +171,10 @@ _ALWAYS: dict[str, Any] = {
 }
 _CHOOSING = ("methods", "seeds", "tries")
 
+_ENDING = (
+    "Writes {}.json to --out, a comparison also curves.png; an interrupted comparison goes on "
+    "there. Exit codes: 0, 2 for bad input, 130 if interrupted (finished runs are reported)."
+)
 _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
 
@@ -196,7 +200,7 @@ def study(function: Callable[..., Run]) -> typer.Typer:
 
     Args:
         function: gets the values of its arguments, each annotated with an :class:`Option`, checks
-            what they make, and returns what runs the study.  Its docstring is the help.
+            what they make, and returns what runs the study.  Its docstring begins the help.
     """
     name = function.__name__
     default = Path("comm-hooks-report") / name
@@ -222,7 +226,7 @@ def study(function: Callable[..., Run]) -> typer.Typer:
     parameters = [options[key].parameter(key, hint.__origin__) for key, hint in hints.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
-    command.__doc__ = function.__doc__
+    command.__doc__ = f"{inspect.getdoc(function)}\n\n{_ENDING.format(name)}"
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name)(command)
     return app
@@ -311,6 +315,9 @@ class Comparison:
         settings: for the record, beside the options.
         curves: the y axis of the plot against rounds, and its name.
         factor: between neighbouring learning rates.
+
+    Raises:
+        ValueError: without methods.
     """
 
     methods: Sequence[Method]
@@ -324,6 +331,10 @@ class Comparison:
         lambda point: 100 * point.error,
     )
     factor: float = FACTOR
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("there is nothing to compare: a list of names is empty")
 
     def __call__(self, place: Place) -> None:
         """Run everything; write ``<name>.json`` and the plot, and print the table.

@@ -55,12 +55,8 @@ def fed_lamb(
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
     rates are constant, and tuned on the first seed and on data apart from those that are reported,
-    for each method and, for FED-LAMB, each weight decay; then all seeds are run. Writes
-    fed_lamb.json and a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2
-    for bad input, 130 if interrupted (what is finished is reported).
+    for each method and, for FED-LAMB, each weight decay; then all seeds are run.
     """
-    if not methods or not partitions:
-        raise ValueError("there is nothing to compare: --methods or --partitions is empty")
     divisions = [
         Division(
             partition,

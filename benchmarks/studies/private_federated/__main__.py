@@ -37,12 +37,8 @@ def private_federated(
 
     Learning rates are constant, and tuned on the first seed and on data apart from those that are
     reported, for each C and other setting; the tuning is not accounted for. Clients and noise are
-    drawn anew in every run. Writes private_federated.json and a plot to --out; a study that was
-    interrupted goes on there. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished
-    is reported).
+    drawn anew in every run.
     """
-    if not methods:
-        raise ValueError("there is nothing to compare: --methods is empty")
     words = [build(clients, seed, validation) for seed in range(seeds)]
     delta = 1 / clients
     epsilon = RDPAccountant().epsilon([GaussianEvent(sigma, sample_rate, rounds)], delta)

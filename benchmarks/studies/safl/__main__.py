@@ -62,9 +62,7 @@ def safl(
 
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
     round by the ring algorithms, counted. Each method's learning rate is tuned on the first seed
-    and on data apart from those that are reported, then all seeds are run. Writes safl.json and
-    a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
-    if interrupted (what is finished is reported).
+    and on data apart from those that are reported, then all seeds are run.
     """
     options = dict(task_option)
     if task == "digits":

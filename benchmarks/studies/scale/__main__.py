@@ -40,8 +40,7 @@ def scale(
     """Compare ways to exchange at more and more ranks.
 
     Simulated ranks learn digits, each from samples of its own and with a residual of its own, with
-    the same number of samples per step whatever the number of ranks. Writes scale.json to --out.
-    Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
+    the same number of samples per step whatever the number of ranks.
     """
     samples = max(64, *ranks, tuned_at) if batch is None else batch
     for count in (*ranks, tuned_at):
