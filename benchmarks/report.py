@@ -25,7 +25,7 @@ from rich.text import Text
 from benchmarks.lab.clock import MOST_RANGE, MOST_STARVED, roughly
 from benchmarks.lab.runs import BASELINE, CONTROL, Figures, Point, Run, RunSpec, parse_run
 from benchmarks.lab.tables import format_bytes, make_table
-from comm_hooks.launchers.output import make_console, refusing
+from comm_hooks.launchers.output import make_console, refusing, say
 
 NOISE = 0.03
 """Smaller differences in loss say nothing: another seed makes as much."""
@@ -213,7 +213,7 @@ def report(
             raise ValueError(f"--out {out}: cannot write there ({error.strerror})") from None
     console = make_console()
     print_table(runs, console)
-    console.print(Text(f"Report: {out}"), soft_wrap=True)
+    say(f"Report: {out}", console)
 
 
 if __name__ == "__main__":

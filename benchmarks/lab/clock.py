@@ -1,5 +1,6 @@
-"""When a time may be taken, and what of it may be another load's."""
+"""When a time may be taken, where, and what of it may be another load's."""
 
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +25,19 @@ def starved_seconds() -> float | None:
         return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
+
+
+def processor() -> str:
+    """Return the processor's name, where Linux tells, else its architecture.
+
+    Speed and even rounding differ between processors of one architecture.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def quartile_range(takes: Sequence[float]) -> float:

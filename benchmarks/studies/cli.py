@@ -17,19 +17,18 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 
-from benchmarks.lab.machine import processor
+from benchmarks.lab.clock import processor
 from benchmarks.lab.outcomes import Advance, Method, Outcome
 from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder
 from benchmarks.lab.plots import draw_sections
-from benchmarks.lab.progress import Display, open_display
+from benchmarks.lab.progress import Display
 from benchmarks.lab.runs import Point, RunStore
 from benchmarks.lab.search import FACTOR, Tuning
 from benchmarks.lab.tables import Columns, tabulate
 from benchmarks.lab.tasks import TASKS, Task, build_task
 from comm_hooks.config import unknown
-from comm_hooks.launchers.output import make_console, refusing
+from comm_hooks.launchers.output import make_console, refusing, say
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ class Comparison:
             )
         tries, seeds = settings.get("tries", 1), range(settings["seeds"])
         tuning = Tuning(tries, seeds, self.factor)
-        with Interruption() as interruption, open_display(console, len(self.methods)) as display:
+        with Interruption() as interruption, Display(console, len(self.methods)) as display:
             for method in self.methods:
                 finished.append(self._run(method, tuning, runs, display))
         if finished:
@@ -383,7 +382,7 @@ class Comparison:
             for spec in specs:
                 text = ", ".join(f"{name} {value:.3g}" for name, value in spec.settings.items())
                 display.begin_run(f"{text}, seed {spec.seed}", self.rounds)
-                runs.add(method.run(spec, display.advance))
+                runs.add(method.run(spec, display.advance_run))
         outcome = tuning.outcome(method, runs)
         assert outcome is not None
         label, value = self.curves
@@ -457,4 +456,4 @@ def write_record(
     }
     file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     for path in [file, *plots]:
-        console.print(Text(f"Wrote {path}"), soft_wrap=True)
+        say(f"Wrote {path}", console)

@@ -7,7 +7,7 @@ from benchmarks.lab import tables
 from benchmarks.lab.schedules import constant
 from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
-from benchmarks.studies.private_federated.methods import METHODS, Noise, build, make_methods
+from benchmarks.studies.private_federated.methods import METHODS, build, make_methods
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 
@@ -44,7 +44,7 @@ def private_federated(
     epsilon = RDPAccountant().epsilon([GaussianEvent(sigma, sample_rate, rounds)], delta)
     plan = Plan(rounds, local_steps, batch, min(points, rounds), constant, device=device)
     return cli.Comparison(
-        make_methods(methods, words, plan=plan, sample_rate=sample_rate, noise=Noise(sigma, norms)),
+        make_methods(methods, words, plan=plan, sample_rate=sample_rate, sigma=sigma, norms=norms),
         rounds,
         f"Held-out error; private: epsilon {epsilon:.2f} at delta {delta:g} for clients; *: the "
         "largest or smallest rate tried",
