@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 import torch
 
@@ -70,8 +71,8 @@ def cases(numel: int, device: str) -> list[Case]:
         places.nbytes + values.nbytes,
         scales.nbytes + octets.nbytes,
     )
-    mean = {"alpha": 1 / RANKS, "add": False}
-    write = {"alpha": 1.0, "add": False}
+    mean: dict[str, Any] = {"alpha": 1 / RANKS, "add": False}
+    write: dict[str, Any] = {"alpha": 1.0, "add": False}
     calls: dict[str, tuple[Callable[[], object], float]] = {
         "top-k 64 of 4096, with residual": (
             lambda: top_k.block_top_k(rest, size, kept, residual),

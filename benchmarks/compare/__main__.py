@@ -22,7 +22,7 @@ from benchmarks.lab.runner import (
 )
 from benchmarks.lab.runs import Run, Settings
 from benchmarks.report import print_table, write_page
-from comm_hooks.launchers.output import make_console, refusing
+from comm_hooks.launchers.output import make_console, refusing, say
 
 # Both controls and the recommended method first: they make the first comparison.
 DEFAULT_METHODS = "all_reduce,none,low_communication,sign+local_variance_adam,topk"
@@ -84,7 +84,7 @@ def compare(
     if runs:
         print_table(runs, console)
         write_page(runs, out / "report.html")
-        console.print(Text(f"Report: {out / 'report.html'}"), soft_wrap=True)
+        say(f"Report: {out / 'report.html'}", console)
     comparison.end(runs, interrupted=interruption.happened)
 
 

@@ -1,12 +1,10 @@
-"""When a time may be taken, and what of it may be another load's."""
+"""When a time may be taken, where, and what of it may be another load's."""
 
+import platform
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 MOST_STARVED = 0.1
 """Of the time that a thread waited for a processor: more, and its times are another load's, too."""
@@ -27,6 +25,19 @@ def starved_seconds() -> float | None:
         return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
+
+
+def processor() -> str:
+    """Return the processor's name, where Linux tells, else its architecture.
+
+    Speed and even rounding differ between processors of one architecture.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def quartile_range(takes: Sequence[float]) -> float:
@@ -56,16 +67,6 @@ def roughly(value: float) -> str:
         ('~2,000', '~0.03')
     """
     return f"~{float(f'{value:.0e}'):,g}"
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest value of all ranks, if there are others: a step waits for the slowest."""
-    if not dist.is_initialized():
-        return seconds
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
 
 
 class Starvation:

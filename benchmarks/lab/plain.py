@@ -2,7 +2,6 @@
 
 import math
 import types
-from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -39,12 +38,18 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
         absent = value is None and type(None) in arguments
         return None if absent else rebuild(arguments[0], value, where)
     if is_dataclass(kind):
-        return _rebuild_dataclass(kind, _checked(value, dict, where), where)
+        values = _checked(value, dict, where)
+        known = {each.name: each for each in fields(kind)}
+        for name, each in known.items():
+            if name not in values and each.default is each.default_factory is MISSING:
+                raise ValueError(f"{_at(where, name)} is missing")
+        if strange := [name for name in values if name not in known]:
+            raise ValueError(f"{_at(where, strange[0])} is not known")
+        hints = get_type_hints(kind)
+        return kind(**{n: rebuild(hints[n], v, _at(where, n)) for n, v in values.items()})
     if origin is dict:
         values = _checked(value, dict, where)
-        return {
-            name: rebuild(arguments[1], each, _at(where, name)) for name, each in values.items()
-        }
+        return {n: rebuild(arguments[1], v, _at(where, n)) for n, v in values.items()}
     if origin in (list, tuple):
         values = _checked(value, list, where)
         if origin is tuple and len(values) != len(arguments):
@@ -53,19 +58,6 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
         pairs = zip(kinds, values, strict=True)
         return origin(rebuild(each, v, f"{where}[{i}]") for i, (each, v) in enumerate(pairs))
     return _checked(value, kind, where)
-
-
-def _rebuild_dataclass(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    known = {
-        each.name: each.default is MISSING and each.default_factory is MISSING
-        for each in fields(kind)
-    }
-    if missing := [n for n, needed in known.items() if needed and n not in values]:
-        raise ValueError(f"{_at(where, missing[0])} is missing")
-    if strange := [name for name in values if name not in known]:
-        raise ValueError(f"{_at(where, strange[0])} is not known")
-    hints = get_type_hints(kind)
-    return kind(**{name: rebuild(hints[name], v, _at(where, name)) for name, v in values.items()})
 
 
 _NAMES = {int: "an integer", float: "a number", str: "a string", dict: "an object", list: "a list"}

@@ -13,20 +13,19 @@ from typing import Annotated, TypeVar
 import torch
 import typer
 from rich.console import Console
-from rich.text import Text
 
 import comm_hooks
+from benchmarks.lab.clock import processor
 from benchmarks.lab.corpus import Corpus, check_length, load_corpus
 from benchmarks.lab.events import Event
-from benchmarks.lab.machine import processor
 from benchmarks.lab.methods import Pair, parse_methods
 from benchmarks.lab.model import GPT, GPTConfig, count
 from benchmarks.lab.output import INTERRUPTED, prepare_folder
 from benchmarks.lab.processes import Watch, available_cores, threads_per_rank
-from benchmarks.lab.progress import open_display
+from benchmarks.lab.progress import Display
 from benchmarks.lab.runs import Run, Settings
 from benchmarks.lab.tables import format_bytes
-from comm_hooks.launchers.output import FAILED
+from comm_hooks.launchers.output import FAILED, say
 
 QUICK_STEPS = 60
 """Fewer steps compare nothing: most of them would be warm-up."""
@@ -164,15 +163,15 @@ class Comparison:
         """
         with (
             tempfile.TemporaryDirectory(prefix="comm-hooks-") as scratch,
-            open_display(console, len(self.pairs)) as display,
+            Display(console, len(self.pairs)) as display,
         ):
 
             def watch(event: Event) -> None:
                 if event["event"] == "step":
                     sent = format_bytes(event["bytes_sent"])
-                    display.update(f"loss {event['loss']:.3f}  sent {sent}", event["step"])
+                    display.update_run(f"loss {event['loss']:.3f}  sent {sent}", event["step"])
                 elif event["event"] == "rate":
-                    display.update(f"timing steps, rate {event['rate']}")
+                    display.update_run(f"timing steps, rate {event['rate']}")
 
             # A copy, so that every method reads what was checked, whatever happens to the original.
             corpus = Path(scratch, "corpus")
@@ -201,7 +200,7 @@ class Comparison:
 def print_facts(facts: dict[str, str], console: Console) -> None:
     """Print model, text and machine."""
     for name in ("Model", "Text", "Machine"):
-        console.print(Text(f"{name}: {facts[name]}"), soft_wrap=True)
+        say(f"{name}: {facts[name]}", console)
 
 
 def _outcome(run: Run) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.lab.machine import processor
+from benchmarks.lab.clock import processor
 from benchmarks.micro.timing import medians, print_head, times_in_turns
 from comm_hooks import (
     SRHT,

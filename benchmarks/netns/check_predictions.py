@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.lab.clock import slowest
 from benchmarks.lab.methods import Pair, parse_method, parse_methods, period_of
 from benchmarks.lab.model import GPT, VOCABULARY
 from benchmarks.lab.output import SKIPPED
@@ -28,7 +27,7 @@ from benchmarks.lab.processes import lines_from_testbed
 from benchmarks.lab.runs import Settings
 from benchmarks.lab.tasks.whole_text import text_loss
 from benchmarks.lab.training import Client, closure_of
-from benchmarks.lab.worker import connect
+from benchmarks.lab.worker import connect, largest
 from benchmarks.netns.links import NetnsError
 from benchmarks.netns.measured import measure_network
 from comm_hooks.launchers.advise import methods as advised
@@ -129,7 +128,7 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
         plans = [Plan()] * network.ranks
         dist.all_gather_object(plans, planner.plan(candidate))
         plan = max(plans, key=lambda each: each.arithmetic)
-        optimizer = slowest(planner.adamw_seconds())
+        optimizer = largest(planner.adamw_seconds())
         without, measured = _time_in_turns([control, trainer], settings, period)
         row = make_row(candidate, plan, network, without, optimizer)
         yield {
@@ -161,7 +160,7 @@ def _time_steps(client: Client, settings: Settings, count: int) -> list[float]:
         dist.barrier()
         started = time.perf_counter()
         client.steps.step(closure_of(text_loss, client.model, batch))
-        durations.append(slowest(time.perf_counter() - started))
+        durations.append(largest(time.perf_counter() - started))
     return durations
 
 

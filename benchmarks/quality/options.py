@@ -28,16 +28,14 @@ def parse_settings(
     Raises:
         ValueError: for a name that is not known, and a number that is none or not positive.
     """
-    sizes = itertools.product(
+    combinations = itertools.product(
+        [_known("task", task, PRESETS) for task in tasks.split(",")],
         _numbers("--ranks", ranks, int),
         _numbers("--batches", batches, int),
         _numbers("--tokens", tokens, float),
     )
-    names = [_known("task", task, PRESETS) for task in tasks.split(",")]
     schedule = _known("schedule", schedule, SCHEDULES)
-    return [
-        Setting(name, *size, schedule=schedule) for name, size in itertools.product(names, sizes)
-    ]
+    return [Setting(*each, schedule) for each in combinations]
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

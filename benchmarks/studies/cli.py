@@ -1,6 +1,5 @@
 """The shared parts of the commands of all studies: options, checks, runs, records."""
 
-import importlib.util
 import inspect
 import json
 import math
@@ -9,38 +8,27 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-_missing = [
-    n for n in ("typer", "rich", "matplotlib", "sklearn") if not importlib.util.find_spec(n)
-]
-if _missing:
-    print(
-        f"benchmarks.studies: needs {', '.join(_missing)}: pip install 'comm-hooks[benchmarks]'",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-import torch  # noqa: E402
-import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
-from rich.text import Text  # noqa: E402
-
-from benchmarks.lab.machine import processor  # noqa: E402
-from benchmarks.lab.outcomes import Advance, Method, Outcome  # noqa: E402
-from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder  # noqa: E402
-from benchmarks.lab.plots import draw_sections  # noqa: E402
-from benchmarks.lab.progress import Display, open_display  # noqa: E402
-from benchmarks.lab.runs import Point, RunStore  # noqa: E402
-from benchmarks.lab.search import FACTOR, Tuning  # noqa: E402
-from benchmarks.lab.tables import Columns, tabulate  # noqa: E402
-from benchmarks.lab.tasks import TASKS, Task, build_task  # noqa: E402
-from comm_hooks.config import unknown  # noqa: E402
-from comm_hooks.launchers.output import make_console, refusing  # noqa: E402
+from benchmarks.lab.clock import processor
+from benchmarks.lab.outcomes import Advance, Method, Outcome
+from benchmarks.lab.output import INTERRUPTED, Interruption, prepare_folder
+from benchmarks.lab.plots import draw_sections
+from benchmarks.lab.progress import Display
+from benchmarks.lab.runs import Point, RunStore
+from benchmarks.lab.search import FACTOR, Tuning
+from benchmarks.lab.tables import Columns, tabulate
+from benchmarks.lab.tasks import TASKS, Task, build_task
+from comm_hooks.config import unknown
+from comm_hooks.launchers.output import make_console, refusing, say
 
 
 @dataclass(frozen=True)
@@ -182,6 +170,10 @@ _ALWAYS: dict[str, Any] = {
 }
 _CHOOSING = ("methods", "seeds", "tries")
 
+_ENDING = (
+    "Writes {}.json to --out, a comparison also curves.png; an interrupted comparison goes on "
+    "there. Exit codes: 0, 2 for bad input, 130 if interrupted (finished runs are reported)."
+)
 _UNRECORDED = ("data_dir", "out", "quick", "threads", "points", "task_option")
 
 
@@ -207,7 +199,7 @@ def study(function: Callable[..., Run]) -> typer.Typer:
 
     Args:
         function: gets the values of its arguments, each annotated with an :class:`Option`, checks
-            what they make, and returns what runs the study.  Its docstring is the help.
+            what they make, and returns what runs the study.  Its docstring begins the help.
     """
     name = function.__name__
     default = Path("comm-hooks-report") / name
@@ -233,7 +225,7 @@ def study(function: Callable[..., Run]) -> typer.Typer:
     parameters = [options[key].parameter(key, hint.__origin__) for key, hint in hints.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
-    command.__doc__ = function.__doc__
+    command.__doc__ = f"{inspect.getdoc(function)}\n\n{_ENDING.format(name)}"
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name)(command)
     return app
@@ -322,6 +314,9 @@ class Comparison:
         settings: for the record, beside the options.
         curves: the y axis of the plot against rounds, and its name.
         factor: between neighbouring learning rates.
+
+    Raises:
+        ValueError: without methods.
     """
 
     methods: Sequence[Method]
@@ -335,6 +330,10 @@ class Comparison:
         lambda point: 100 * point.error,
     )
     factor: float = FACTOR
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("there is nothing to compare: a list of names is empty")
 
     def __call__(self, place: Place) -> None:
         """Run everything; write ``<name>.json`` and the plot, and print the table.
@@ -358,7 +357,7 @@ class Comparison:
             )
         tries, seeds = settings.get("tries", 1), range(settings["seeds"])
         tuning = Tuning(tries, seeds, self.factor)
-        with Interruption() as interruption, open_display(console, len(self.methods)) as display:
+        with Interruption() as interruption, Display(console, len(self.methods)) as display:
             for method in self.methods:
                 finished.append(self._run(method, tuning, runs, display))
         if finished:
@@ -383,7 +382,7 @@ class Comparison:
             for spec in specs:
                 text = ", ".join(f"{name} {value:.3g}" for name, value in spec.settings.items())
                 display.begin_run(f"{text}, seed {spec.seed}", self.rounds)
-                runs.add(method.run(spec, display.advance))
+                runs.add(method.run(spec, display.advance_run))
         outcome = tuning.outcome(method, runs)
         assert outcome is not None
         label, value = self.curves
@@ -399,16 +398,16 @@ class Measurement:
 
     Args:
         work: calls of the function that is given to ``measure``.
-        measure: yields rows, and calls the function that it is given on the way.
+        measure: yields rows, dataclasses, and calls the function that it is given on the way.
         make_tables: makes tables of the rows.
-        record: the fields of the record, given the rows.
+        rows: their name in the record.
         settings: for the record, beside the options.
     """
 
     work: int
     measure: Callable[[Advance], Iterator[Any]]
     make_tables: Callable[[list[Any]], list[Table]]
-    record: Callable[[list[Any]], dict[str, Any]]
+    rows: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, place: Place) -> None:
@@ -430,7 +429,7 @@ class Measurement:
             record = {
                 "complete": not interruption.happened,
                 "settings": {**place.settings, **self.settings},
-                **self.record(rows),
+                self.rows: [asdict(row) for row in rows],
             }
             write_record(place, record, console)
         end(place, interruption)
@@ -448,16 +447,13 @@ def write_record(
 ) -> None:
     """Write ``<name>.json``, with what a reader must know to repeat it, and tell what there is."""
     file = place.out / f"{place.name}.json"
-    whole = {"study": place.name, **describe_machine(place.name), **record}
-    file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
-    for path in [file, *plots]:
-        console.print(Text(f"Wrote {path}"), soft_wrap=True)
-
-
-def describe_machine(name: str) -> dict[str, str]:
-    """Return the command, the machine and the versions of a study, for its record."""
-    return {
-        "command": shlex.join(["python", "-m", f"benchmarks.studies.{name}", *sys.argv[1:]]),
+    whole = {
+        "study": place.name,
+        "command": shlex.join(["python", "-m", f"benchmarks.studies.{place.name}", *sys.argv[1:]]),
         "machine": f"{processor()}, {platform.system()}",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        **record,
     }
+    file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    for path in [file, *plots]:
+        say(f"Wrote {path}", console)

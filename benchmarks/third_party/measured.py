@@ -30,8 +30,8 @@ def main(seed: int, script: str) -> None:
         made.append(rounds)
         initialize(rounds, *args, **kwargs)
 
-    LocalRounds.__init__ = remember  # type: ignore[method-assign]
-    torch.manual_seed = lambda number: seeded(int(number) + 1000 * seed)
+    LocalRounds.__init__ = remember  # type: ignore[assignment, method-assign]
+    torch.manual_seed = lambda number: seeded(int(number) + 1000 * seed)  # type: ignore[assignment]
     torch.manual_seed(0)
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -8,15 +8,16 @@ import torch
 
 from benchmarks.lab.schedules import constant
 from benchmarks.lab.training import Plan, batch_generator, new_model
-from benchmarks.studies.fed_lamb.methods import METHODS, Division, make_methods
+from benchmarks.studies.fed_lamb.methods import METHODS, make_methods
 from tests.benchmarks.studying import NUMEL, digits, nothing
 
 
 @pytest.mark.slow
 def test_clients_send_their_second_moment_too_where_it_is_shared() -> None:
-    division = Division("iid", [digits(6)])
     plan = Plan(2, 1, 8, 2, constant)
-    methods = make_methods(METHODS, [division], plan=plan, local_steps=[1, 2], fraction=0.5)
+    methods = make_methods(
+        METHODS, {"iid": [digits(6)]}, plan=plan, local_steps=[1, 2], fraction=0.5
+    )
     assert [(m.name, m.labels["T"]) for m in methods] == [
         (name, steps) for steps in (1, 2) for name in METHODS
     ]
@@ -33,10 +34,9 @@ def test_clients_send_their_second_moment_too_where_it_is_shared() -> None:
 
 
 def test_fed_sgd_equals_a_loop_over_the_clients() -> None:
-    division = Division("iid", [digits(4, partition="classes", classes_per_client=3)])
-    task = division.tasks[0]
+    task = digits(4, partition="classes", classes_per_client=3)
     plan = Plan(2, 3, 8, 1, constant)
-    method = make_methods(["fed_sgd"], [division], plan=plan, local_steps=[3], fraction=1.0)[0]
+    method = make_methods(["fed_sgd"], {"iid": [task]}, plan=plan, local_steps=[3], fraction=1.0)[0]
     (point,) = method.train({"lr": 0.1}, 0, nothing)
 
     model = new_model(task, 0, "cpu")

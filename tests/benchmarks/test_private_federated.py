@@ -12,7 +12,6 @@ from benchmarks.lab.training import Plan, new_model
 from benchmarks.studies.private_federated.methods import (
     METHODS,
     Given,
-    Noise,
     Words,
     build,
     make_methods,
@@ -51,9 +50,7 @@ def test_frequent_words_are_divided_by_more(words: Words) -> None:
 @pytest.mark.parametrize("name", ["AdaS", "DP-FedAvg", "DP-FedAdam", "AdaDPS"])
 def test_methods_learn_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
     plan = Plan(24, 4, 16, 1, constant)
-    (method,) = make_methods(
-        [name], [words], plan=plan, sample_rate=0.5, noise=Noise(1e-3, [100.0])
-    )
+    (method,) = make_methods([name], [words], plan=plan, sample_rate=0.5, sigma=1e-3, norms=[100.0])
     start = {"AdaDPS": 0.1, "AdaS": 0.1}.get(name, 0.25)
     curve = method.train({"lr": start, **method.variants[-1]}, 0, nothing)
     assert curve[-1].error < 0.65, "0.77 is what the largest part alone gives"
@@ -80,10 +77,10 @@ def test_every_method_preconditions_where_its_name_says(words: Words) -> None:
 def test_what_is_private_is_clipped_and_noised(words: Words) -> None:
     plan = Plan(1, 1, 16, 1, constant)
     noisy = make_methods(
-        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, noise=Noise(1e3, [1.0])
+        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, sigma=1e3, norms=[1.0]
     )[0]
     still = make_methods(
-        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, noise=Noise(1e-9, [1e-9])
+        ["DP-FedAvg"], [words], plan=plan, sample_rate=0.5, sigma=1e-9, norms=[1e-9]
     )[0]
     untrained = words.task.evaluate(new_model(words.task, 0, "cpu"))["loss"]
     settings = {"lr": 0.5, "C": 1.0}

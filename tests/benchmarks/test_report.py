@@ -53,7 +53,7 @@ def test_the_page_shows_the_table_and_the_curves_without_a_network(tmp_path: Pat
         page.on("pageerror", complaints.append)
         page.on("request", lambda r: r.url.startswith("http") and complaints.append(r.url))
         page.goto((tmp_path / "report.html").as_uri())
-        page.wait_for_selector(".cell-text")
+        page.wait_for_selector(".scatterlayer")
         text = page.inner_text("body")
         assert page.locator(".scatterlayer .trace").count() == 3 * len(RUNS)
         browser.close()

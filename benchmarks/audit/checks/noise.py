@@ -193,7 +193,7 @@ def too_quiet(noise: Noise, claim: str, allowed: float) -> list[str]:
             what = f", in every step n with n mod {period} = {(rest + 1) % period}"
             groups.append((what, float(by_step[chosen].sum()), int(chosen.sum()) * numel))
     for size in _BLOCKS if rows >= _FEWEST_STEPS else _BLOCKS[1:]:
-        starts = np.arange(0, numel, size) if size < numel else []
+        starts = range(0, numel, size) if size < numel else range(0)
         for start, energy in zip(starts, np.add.reduceat(by_element.numpy(), starts), strict=True):
             end = min(numel, start + size)
             groups.append((f", in elements {start} to {end - 1}", energy, rows * (end - start)))

@@ -13,7 +13,7 @@ from benchmarks.lab.tasks.task import Batch, Shard, Task
 from benchmarks.lab.tasks.verses import verses
 from comm_hooks.config import unknown
 
-__all__ = ["TASKS", "Batch", "Shard", "Task", "build_task", "options_of"]
+__all__ = ["TASKS", "Batch", "Shard", "Task", "build_task"]
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
@@ -41,7 +41,7 @@ def build_task(
         seed: of the partition.  Weights follow from ``torch.manual_seed``, batches from the
             generators that are passed to the clients.
         data_dir: where the data lies; see the task.
-        partition: how data is divided; by default ``"iid"``, for ``gpt_text`` ``"contiguous"``.
+        partition: how data is divided, where that is a choice; by default ``"iid"``.
         options: the task's own arguments.
 
     Raises:
@@ -54,7 +54,13 @@ def build_task(
         >>> sum(len(client) for client in task.clients), len(task.held_out)
         (1437, 360)
     """
-    known = options_of(name)
+    if name not in TASKS:
+        raise ValueError(unknown("task", name, TASKS))
+    known = [
+        parameter.name
+        for parameter in inspect.signature(TASKS[name]).parameters.values()
+        if parameter.name not in ("clients", "seed")
+    ]
     if partition is not None:
         options["partition"] = partition
     if data_dir is not None:
@@ -65,18 +71,3 @@ def build_task(
         if option not in known:
             raise ValueError(unknown(f"option of {name}", option, known))
     return TASKS[name](clients=clients, seed=seed, **options)
-
-
-def options_of(name: str) -> list[str]:
-    """Return the names of a task's own arguments.
-
-    Raises:
-        ValueError: for an unknown task, with the nearest known one.
-    """
-    if name not in TASKS:
-        raise ValueError(unknown("task", name, TASKS))
-    return [
-        parameter.name
-        for parameter in inspect.signature(TASKS[name]).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]

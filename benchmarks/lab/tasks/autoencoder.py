@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from benchmarks.lab.tasks.criterion import Reconstruction
+from benchmarks.lab.tasks.criterion import Reconstruction, scaled
 from benchmarks.lab.tasks.fashion_mnist import SIDE, fashion_mnist
 from benchmarks.lab.tasks.task import Shard, Task
 
@@ -20,11 +20,7 @@ def autoencoder(
     clients: int,
     seed: int,
     data_dir: Path | None = None,
-    partition: str = "iid",
-    classes_per_client: int = 2,
-    concentration: float = 0.3,
     widths: str = WIDTHS,
-    judged: int = 10_000,
 ) -> Task:
     """Return the task: 60,000 grey images of 28x28 pixels to train on, 10,000 held out.
 
@@ -35,11 +31,7 @@ def autoencoder(
         clients: how many share the training images.
         seed: of the partition.
         data_dir: as for :func:`~benchmarks.lab.tasks.fashion_mnist.fashion_mnist`.
-        partition: ``"iid"``, ``"classes"`` or ``"dirichlet"``.
-        classes_per_client: for ``"classes"``.
-        concentration: for ``"dirichlet"``.
         widths: of the encoder's layers, divided by commas; the decoder mirrors them.
-        judged: the first so many of the held-out images, if there are so many.
 
     Raises:
         ValueError: for values out of range, and files that are missing or are not what was
@@ -51,15 +43,7 @@ def autoencoder(
         hidden = []
     if not hidden or min(hidden) < 1:
         raise ValueError(f"autoencoder: widths must be positive numbers, got {widths!r}")
-    task = fashion_mnist(
-        clients=clients,
-        seed=seed,
-        data_dir=data_dir,
-        partition=partition,
-        classes_per_client=classes_per_client,
-        concentration=concentration,
-        judged=judged,
-    )
+    task = fashion_mnist(clients=clients, seed=seed, data_dir=data_dir)
     return replace(
         task,
         name="autoencoder",
@@ -72,7 +56,7 @@ def autoencoder(
 
 def _reconstructed(shard: Shard) -> Shard:
     """Return the shard with images for labels."""
-    return replace(shard, targets=shard.inputs, prepare=_scaled)
+    return replace(shard, targets=shard.inputs, prepare=scaled)
 
 
 def make_autoencoder(pixels: int, hidden: list[int]) -> nn.Sequential:
@@ -96,10 +80,6 @@ def make_autoencoder(pixels: int, hidden: list[int]) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Sigmoid())
 
 
-def _scaled(images: Tensor) -> Tensor:
-    return images.float() / 255
-
-
 def _variance(images: Tensor) -> float:
     """Return the variance of a pixel in [0, 1] over the images, in the mean of all pixels."""
-    return float((images.flatten(1).float() / 255).var(0, correction=0).mean())
+    return float(scaled(images).flatten(1).var(0, correction=0).mean())

@@ -68,13 +68,14 @@ class Reconstruction:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the squared distance of an image, in the mean of the batch."""
-        return F.mse_loss(outputs, _pixels(targets), reduction="sum") / len(outputs)
+        return F.mse_loss(outputs, scaled(targets).flatten(1), reduction="sum") / len(outputs)
 
     def totals(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return the sum of the pixels' squared errors, and that over the variance."""
-        loss = F.mse_loss(outputs, _pixels(targets), reduction="sum").double()
+        loss = F.mse_loss(outputs, scaled(targets).flatten(1), reduction="sum").double()
         return loss, loss / self.variance, targets.numel()
 
 
-def _pixels(images: Tensor) -> Tensor:
-    return images.flatten(1).float() / 255
+def scaled(images: Tensor) -> Tensor:
+    """Return images whose pixels lie in [0, 1], from bytes."""
+    return images.float() / 255

@@ -29,8 +29,8 @@ def digits(
     Args:
         clients: how many share the training images.
         seed: of the partition; what is held out is always the same.
-        partition: ``"iid"`` or ``"classes"``.
-        classes_per_client: for ``"classes"``.
+        partition, classes_per_client: see
+            :func:`~benchmarks.lab.tasks.partition.partition_labelled`.
         label_smoothing: of the training loss.
         model: ``"mlp"``, one hidden layer of 200 (15,010 parameters), or ``"resnet"``
             (:func:`~benchmarks.lab.tasks.resnet.resnet7`, 112,106 parameters).

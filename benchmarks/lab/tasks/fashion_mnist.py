@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lab.tasks.criterion import Classification
+from benchmarks.lab.tasks.criterion import scaled
 from benchmarks.lab.tasks.partition import partition_labelled
 from benchmarks.lab.tasks.resnet import resnet7
 from benchmarks.lab.tasks.task import Shard, Task
@@ -37,7 +37,6 @@ def fashion_mnist(
     partition: str = "iid",
     classes_per_client: int = 2,
     concentration: float = 0.3,
-    label_smoothing: float = 0.0,
     model: str = "vit",
     width: int | None = None,
     judged: int = 10_000,
@@ -49,10 +48,8 @@ def fashion_mnist(
         seed: of the partition.
         data_dir: the folder of the four published files, packed or not; by default that of Debian's
             ``dataset-fashion-mnist``.
-        partition: ``"iid"``, ``"classes"`` or ``"dirichlet"``.
-        classes_per_client: for ``"classes"``.
-        concentration: for ``"dirichlet"``.
-        label_smoothing: of the training loss.
+        partition, classes_per_client, concentration: see
+            :func:`~benchmarks.lab.tasks.partition.partition_labelled`.
         model: ``"vit"``, a :class:`VisionTransformer` over 49 patches (0.60 M parameters);
             ``"resnet"`` (:func:`~benchmarks.lab.tasks.resnet.resnet7`, 0.45 M); and two
             with dropout, ``"mlp"`` with one hidden layer (0.16 M) and ``"cnn"`` with two
@@ -88,7 +85,6 @@ def fashion_mnist(
         make_model=MODELS[model] if width is None else functools.partial(MODELS[model], width),
         clients=[Shard(images, labels, indices, _standardized) for indices in parts],
         held_out=Shard(held_out_images, held_out_labels, torch.arange(judged), _standardized),
-        criterion=Classification(label_smoothing),
     )
 
 
@@ -139,7 +135,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def _standardized(images: Tensor) -> Tensor:
-    return (images.float() / 255 - _MEAN) / _DEVIATION
+    return (scaled(images) - _MEAN) / _DEVIATION
 
 
 def _read(folder: Path, part: str) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,11 @@ from benchmarks.lab.corpus import (
     window_starts,
 )
 from benchmarks.lab.model import GPT, GPTConfig
-from benchmarks.lab.tasks.criterion import Classification
-from benchmarks.lab.tasks.partition import contiguous, iid
+from benchmarks.lab.tasks.partition import contiguous
 from benchmarks.lab.tasks.recurrent import RecurrentText
 from benchmarks.lab.tasks.task import Shard, Task
 from comm_hooks.config import unknown
 
-PARTITIONS = ("contiguous", "iid")
 MODELS = ("gpt", "lstm")
 
 # Text is held out at this many places, far enough apart to be of all kinds, and long enough each
@@ -34,8 +32,6 @@ def gpt_text(
     seed: int,
     data_dir: Path | None = None,
     text: str = "python",
-    partition: str = "contiguous",
-    label_smoothing: float = 0.0,
     model: str = "gpt",
     layers: int = 2,
     width: int = GPTConfig.width,
@@ -47,17 +43,15 @@ def gpt_text(
 
     1. the text is cut into windows of ``context`` bytes;
     2. the last tenth of each of 20 equal parts is held out, the same for any number of clients;
-    3. the rest is divided over the clients.
+    3. the rest is divided over the clients, neighbouring windows each: only then are clients so
+       different that not communicating costs.
 
     Args:
         clients: how many share the text.
-        seed: of the partition ``"iid"``.
+        seed: not used: each client has a part of the text of its own.
         data_dir: a text file, or a folder whose UTF-8 files are read, in place of ``text``.
         text: ``"python"``, the source of the standard library, ``"c"``, the system's headers, or
             ``"prose"``, the King James Bible.
-        partition: ``"contiguous"``, a part of the text for each client, or ``"iid"``, windows at
-            random.  Only with the first are clients so different that not communicating costs.
-        label_smoothing: of the training loss.
         model: ``"gpt"``, that of ``python -m benchmarks.compare``, or ``"lstm"``.
         layers: of the model: a GPT has 1.7 M parameters with 2, and with 6, as in ``compare``,
             4.8 M.
@@ -69,8 +63,6 @@ def gpt_text(
     Raises:
         ValueError: for values out of range, unknown names, and text that is missing or too short.
     """
-    if partition not in PARTITIONS:
-        raise ValueError(unknown("partition", partition, PARTITIONS))
     sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
     for name, value in {**sizes, "eval_windows": eval_windows}.items():
         if value < 1:
@@ -83,10 +75,6 @@ def gpt_text(
         raise ValueError(unknown("text", text, CORPORA))
     windows = _load(data_dir, text, context)
     training, held_out = _hold_out(len(windows))
-    if partition == "contiguous":
-        places = contiguous(len(training), clients=clients)
-    else:
-        places = iid(len(training), clients=clients, seed=seed)
     judged = window_starts(len(held_out), 1, min(eval_windows, len(held_out)))
     inputs, targets = windows[:, :-1], windows[:, 1:]
 
@@ -98,9 +86,11 @@ def gpt_text(
     return Task(
         name="gpt_text",
         make_model=make_model,
-        clients=[Shard(inputs, targets, training[part]) for part in places],
+        clients=[
+            Shard(inputs, targets, training[part])
+            for part in contiguous(len(training), clients=clients)
+        ],
         held_out=Shard(inputs, targets, held_out[judged]),
-        criterion=Classification(label_smoothing),
     )
 
 

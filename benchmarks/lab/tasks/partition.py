@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.lab.corpus import shard_bounds
 from comm_hooks.config import unknown
 
-LABELLED = ("iid", "classes", "dirichlet")
+LABELLED = ("iid", "contiguous", "classes", "dirichlet")
 """The partitions of data with labels, by name."""
 
 
@@ -17,19 +17,19 @@ def partition_labelled(
     partition: str,
     *,
     clients: int,
-    classes_per_client: int,
     seed: int,
+    classes_per_client: int = 2,
     concentration: float = 0.3,
 ) -> list[Tensor]:
     """Return each client's sample indices under the partition of that name.
 
     Args:
         labels: the class of each sample.
-        partition: ``"iid"`` (:func:`iid`), ``"classes"`` (:func:`by_class`) or ``"dirichlet"``
-            (:func:`dirichlet`).
+        partition: ``"iid"`` (:func:`iid`), ``"contiguous"`` (:func:`contiguous`), ``"classes"``
+            (:func:`by_class`) or ``"dirichlet"`` (:func:`dirichlet`).
         clients: how many there are.
-        classes_per_client: for ``"classes"`` only.
         seed: what the random choices follow from.
+        classes_per_client: for ``"classes"`` only.
         concentration: for ``"dirichlet"`` only.
 
     Raises:
@@ -39,6 +39,8 @@ def partition_labelled(
         raise ValueError(unknown("partition", partition, LABELLED))
     if partition == "iid":
         return iid(len(labels), clients=clients, seed=seed)
+    if partition == "contiguous":
+        return contiguous(len(labels), clients=clients)
     if partition == "dirichlet":
         return dirichlet(labels, clients=clients, concentration=concentration, seed=seed)
     return by_class(labels, clients=clients, classes_per_client=classes_per_client, seed=seed)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lab.corpus import CorpusError, read_verses
-from benchmarks.lab.tasks.criterion import Classification
-from benchmarks.lab.tasks.partition import contiguous, partition_labelled
+from benchmarks.lab.tasks.partition import partition_labelled
 from benchmarks.lab.tasks.task import Shard, Task
 
 PARTS = {
@@ -56,9 +55,6 @@ def verses(
     clients: int,
     seed: int,
     partition: str = "iid",
-    classes_per_client: int = 1,
-    concentration: float = 0.3,
-    label_smoothing: float = 0.0,
     vocabulary: int = 8192,
 ) -> Task:
     """Return the task: 27,993 verses to train on, 3,110 held out, six classes.
@@ -70,11 +66,7 @@ def verses(
     Args:
         clients: how many share the training verses.
         seed: of the partition; what is held out is always the same.
-        partition: ``"iid"``, ``"classes"``, ``"dirichlet"``, or ``"contiguous"``: each client has
-            neighbouring chapters.
-        classes_per_client: for ``"classes"``.
-        concentration: for ``"dirichlet"``.
-        label_smoothing: of the training loss.
+        partition: ``"iid"``, or ``"contiguous"``: each client has neighbouring chapters.
         vocabulary: columns, at least 3.
 
     Raises:
@@ -87,24 +79,13 @@ def verses(
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out, training = order.tensor_split([round(_HELD_OUT * len(order))])
     training = training.sort().values
-    if partition == "contiguous":
-        parts = contiguous(len(training), clients=clients)
-    else:
-        parts = partition_labelled(
-            labels[training],
-            partition,
-            clients=clients,
-            classes_per_client=classes_per_client,
-            seed=seed,
-            concentration=concentration,
-        )
+    parts = partition_labelled(labels[training], partition, clients=clients, seed=seed)
     prepare = functools.partial(_counts, vocabulary)
     return Task(
         name="verses",
         make_model=lambda: nn.Linear(vocabulary, len(PARTS)),
         clients=[Shard(tokens, labels, training[part], prepare) for part in parts],
         held_out=Shard(tokens, labels, held_out, prepare),
-        criterion=Classification(label_smoothing),
     )
 
 

@@ -46,8 +46,6 @@ def convergence(
     """Compare mean squared gradients with the rates that papers state for them.
 
     Learning rates are c / sqrt(T), with one c for all lengths T; local ones are that over K.
-    Writes convergence.json and a plot to --out; a study that was interrupted goes on there. Exit
-    codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
     """
     lengths = sorted(set(steps))
     return cli.Comparison(

@@ -9,7 +9,7 @@ from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.schedules import constant
 from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
-from benchmarks.studies.fed_lamb.methods import BETAS, LAMBDAS, METHODS, Division, make_methods
+from benchmarks.studies.fed_lamb.methods import BETAS, LAMBDAS, METHODS, make_methods
 
 
 def fed_lamb(
@@ -55,32 +55,23 @@ def fed_lamb(
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
     rates are constant, and tuned on the first seed and on data apart from those that are reported,
-    for each method and, for FED-LAMB, each weight decay; then all seeds are run. Writes
-    fed_lamb.json and a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2
-    for bad input, 130 if interrupted (what is finished is reported).
+    for each method and, for FED-LAMB, each weight decay; then all seeds are run.
     """
-    if not methods or not partitions:
-        raise ValueError("there is nothing to compare: --methods or --partitions is empty")
-    divisions = [
-        Division(
-            partition,
-            cli.build_tasks(
-                task,
-                data_dir,
-                clients=clients,
-                seeds=seeds,
-                validation=validation,
-                partition=partition,
-                **task_option,
-            ),
+    tasks = {
+        partition: cli.build_tasks(
+            task,
+            data_dir,
+            clients=clients,
+            seeds=seeds,
+            validation=validation,
+            partition=partition,
+            **task_option,
         )
         for partition in partitions
-    ]
+    }
     plan = Plan(rounds, local_steps[0], batch, min(points, rounds), constant, device=device)
     return cli.Comparison(
-        make_methods(
-            methods, divisions, plan=plan, local_steps=local_steps, fraction=participation
-        ),
+        make_methods(methods, tasks, plan=plan, local_steps=local_steps, fraction=participation),
         rounds,
         tables.TITLE,
         partial(columns_of, target=target),

@@ -1,7 +1,7 @@
 """Local optimizers of many clients, played one after the other by one rank."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.lab.outcomes import Advance, Method
@@ -40,41 +40,30 @@ _METHODS: dict[str, tuple[Callable[..., LocalRounds], dict[str, Any], float, Seq
 METHODS = tuple(_METHODS)
 
 
-@dataclass(frozen=True)
-class Division:
-    """Data divided over clients in one way.
-
-    Args:
-        partition: its name.
-        tasks: one per seed.
-    """
-
-    partition: str
-    tasks: Sequence[Task]
-
-
 def make_methods(
     names: Sequence[str],
-    divisions: Sequence[Division],
+    tasks: Mapping[str, Sequence[Task]],
     *,
     plan: Plan,
     local_steps: Sequence[int],
     fraction: float,
 ) -> list[Method]:
-    """Return every method for every division and number of local steps."""
+    """Return every method for every partition, with a task per seed, and number of local steps."""
     return [
-        _method(name, division, replace(plan, local_steps=steps), fraction)
-        for division in divisions
+        _method(name, partition, tasks[partition], replace(plan, local_steps=steps), fraction)
+        for partition in tasks
         for steps in local_steps
         for name in names
     ]
 
 
-def _method(name: str, division: Division, plan: Plan, fraction: float) -> Method:
+def _method(
+    name: str, partition: str, tasks: Sequence[Task], plan: Plan, fraction: float
+) -> Method:
     kind, options, start, variants = _METHODS[name]
 
     def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
-        task = division.tasks[seed]
+        task = tasks[seed]
         decay = {"weight_decay": settings["lambda"]} if kind is FedLAMB else {}
         model = new_model(task, seed, plan.device)
         rounds = kind(
@@ -88,7 +77,7 @@ def _method(name: str, division: Division, plan: Plan, fraction: float) -> Metho
         batches = batches_of(task, plan.batch, seed)
         return train_in_turn(task, model, rounds, batches, plan, advance, upload=upload(rounds))
 
-    labels = {"partition": division.partition, "T": plan.local_steps}
+    labels = {"partition": partition, "T": plan.local_steps}
     return Method(name, labels, run, start, variants)
 
 

@@ -53,12 +53,8 @@ def private_compressed(
 
     Digits, a perceptron. Learning rates are constant, and tuned on the first seed and on data apart
     from those that are reported, which is not accounted for. Noise and samples are drawn anew in
-    every run, so a repeated study gives slightly other figures. Writes private_compressed.json and
-    a plot to --out. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is
-    reported).
+    every run, so a repeated study gives slightly other figures.
     """
-    if not schemes or not optimizers:
-        raise ValueError("there is nothing to compare: --schemes or --optimizers is empty")
     tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds, validation=validation)
     samples = len(tasks[0].clients[0])
     if max(ranks) > samples:

@@ -1,6 +1,5 @@
 """What is compared, and how a run goes."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.lab.outcomes import Advance, Method
-from benchmarks.lab.runs import Point, Tuned
+from benchmarks.lab.runs import Point, Tuned, mean_curve
 from benchmarks.lab.tasks import Task
 from benchmarks.lab.training import NamedParameters, new_model
 from benchmarks.studies.private_training import (
@@ -178,19 +177,8 @@ def _train_alone(
         tell = advance if rank == 0 else _nothing
         transport = Simulated(1)[0]
         curves.append(train_privately(task, model, made, plan, tell, transport=transport))
-    return [_mean(points) for points in zip(*curves, strict=True)]
-
-
-def _mean(points: Sequence[Point]) -> Point:
-    first = points[0]
-    return replace(
-        first,
-        loss=statistics.mean(p.loss for p in points),
-        error=statistics.mean(p.error for p in points),
-        bytes_sent=0,
-        # Ranks show nothing but their models.
-        peer_epsilon=first.epsilon,
-    )
+    # Ranks show nothing but their models.
+    return [replace(p, bytes_sent=0, peer_epsilon=p.epsilon) for p in mean_curve(curves)]
 
 
 def _nothing() -> None:

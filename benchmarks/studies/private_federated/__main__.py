@@ -7,7 +7,7 @@ from benchmarks.lab import tables
 from benchmarks.lab.schedules import constant
 from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
-from benchmarks.studies.private_federated.methods import METHODS, Noise, build, make_methods
+from benchmarks.studies.private_federated.methods import METHODS, build, make_methods
 from comm_hooks.optim.private.accounting import GaussianEvent, RDPAccountant
 
 
@@ -37,18 +37,14 @@ def private_federated(
 
     Learning rates are constant, and tuned on the first seed and on data apart from those that are
     reported, for each C and other setting; the tuning is not accounted for. Clients and noise are
-    drawn anew in every run. Writes private_federated.json and a plot to --out; a study that was
-    interrupted goes on there. Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished
-    is reported).
+    drawn anew in every run.
     """
-    if not methods:
-        raise ValueError("there is nothing to compare: --methods is empty")
     words = [build(clients, seed, validation) for seed in range(seeds)]
     delta = 1 / clients
     epsilon = RDPAccountant().epsilon([GaussianEvent(sigma, sample_rate, rounds)], delta)
     plan = Plan(rounds, local_steps, batch, min(points, rounds), constant, device=device)
     return cli.Comparison(
-        make_methods(methods, words, plan=plan, sample_rate=sample_rate, noise=Noise(sigma, norms)),
+        make_methods(methods, words, plan=plan, sample_rate=sample_rate, sigma=sigma, norms=norms),
         rounds,
         f"Held-out error; private: epsilon {epsilon:.2f} at delta {delta:g} for clients; *: the "
         "largest or smallest rate tried",

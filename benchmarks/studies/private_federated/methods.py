@@ -98,81 +98,53 @@ PLAIN: dict[str, tuple[Make, Sequence[Tuned]]] = {
 METHODS = {**PLAIN, **PRIVATE}
 
 
-@dataclass(frozen=True)
-class Noise:
-    """How clients are kept private.
-
-    Args:
-        noise_multiplier: sigma.
-        norms: C, all of which are tried: in units of a client's update.
-    """
-
-    noise_multiplier: float
-    norms: Sequence[float]
-
-
 def make_methods(
     names: Sequence[str],
     words: Sequence[Words],
     *,
     plan: Plan,
     sample_rate: float,
-    noise: Noise,
+    sigma: float,
+    norms: Sequence[float],
 ) -> list[Method]:
-    """Return the methods, with a task per seed."""
-    return [_method(name, words, plan, sample_rate, noise) for name in names]
+    """Return the methods.
 
-
-def _method(
-    name: str, words: Sequence[Words], plan: Plan, sample_rate: float, noise: Noise
-) -> Method:
-    make, variants = METHODS[name]
-    private = name in PRIVATE
-    if private:
-        variants = [{**variant, "C": norm} for variant in variants for norm in noise.norms]
-
-    def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
-        task = words[seed].task
-        clients = len(task.clients)
-        if private:
-            participation: ClientSampling = PrivacyEngine().private_participation(
-                clients=clients,
-                sample_rate=sample_rate,
-                noise_multiplier=noise.noise_multiplier,
-                max_norm=settings["C"],
-            )
-        else:
-            participation = Participation(clients, sample_rate, seed=seed)
-        return _train(make, words[seed], plan, settings, participation, seed, advance)
-
-    return Method(name, {"private": "yes" if private else "no"}, run, 0.5, variants)
-
-
-def _train(
-    make: Make,
-    words: Words,
-    plan: Plan,
-    settings: Tuned,
-    participation: ClientSampling,
-    seed: int,
-    advance: Advance,
-) -> list[Point]:
-    """Train all clients, one after the other; return the curve.
-
-    Raises:
-        Diverged: with the points so far, as soon as a loss on held-out data is not finite.
+    Args:
+        names: keys of ``METHODS``.
+        words: a task per seed.
+        plan: the course of a run.
+        sample_rate: the probability of each client to be in a round.
+        sigma: the noise multiplier.
+        norms: C, all of which are tried: in units of a client's update.
     """
-    task = words.task
-    model = new_model(task, seed, plan.device)
-    inner, server = make(Given(list(model.named_parameters()), words, settings))
-    rounds = LocalRounds(
-        inner,
-        Exchange(Identity(), transport=Simulated(1)[0]),
-        server,
-        participation=participation,
-    )
-    batches = [
-        client.batches(min(plan.batch, len(client)), batch_generator(seed, index))
-        for index, client in enumerate(task.clients)
-    ]
-    return train_in_turn(task, model, rounds, batches, plan, advance)
+
+    def method(name: str) -> Method:
+        make, variants = METHODS[name]
+        private = name in PRIVATE
+        if private:
+            variants = [{**variant, "C": norm} for variant in variants for norm in norms]
+
+        def run(settings: Tuned, seed: int, advance: Advance) -> list[Point]:
+            task = words[seed].task
+            clients = len(task.clients)
+            participation: ClientSampling = Participation(clients, sample_rate, seed=seed)
+            if private:
+                participation = PrivacyEngine().private_participation(
+                    clients=clients,
+                    sample_rate=sample_rate,
+                    noise_multiplier=sigma,
+                    max_norm=settings["C"],
+                )
+            model = new_model(task, seed, plan.device)
+            inner, server = make(Given(list(model.named_parameters()), words[seed], settings))
+            exchange = Exchange(Identity(), transport=Simulated(1)[0])
+            rounds = LocalRounds(inner, exchange, server, participation=participation)
+            batches = [
+                client.batches(min(plan.batch, len(client)), batch_generator(seed, index))
+                for index, client in enumerate(task.clients)
+            ]
+            return train_in_turn(task, model, rounds, batches, plan, advance)
+
+        return Method(name, {"private": "yes" if private else "no"}, run, 0.5, variants)
+
+    return [method(name) for name in names]

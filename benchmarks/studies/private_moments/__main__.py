@@ -32,8 +32,7 @@ def private_moments(
     """Compare what noise does to Adam's moments with what theory says.
 
     sigma, C and B are those of the paper's experiment on SNLI, where gradients have a second moment
-    of 0.00016 times the noise's in the mean. Writes private_moments.json to --out.
-    Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
+    of 0.00016 times the noise's in the mean.
     """
     if not 0 <= beta2 < 1:
         raise ValueError(f"--beta2 must lie in [0, 1), got {beta2:g}")
@@ -44,7 +43,7 @@ def private_moments(
         due[-1],
         lambda advance: simulate(setup, due, advance),
         lambda rows: [make_rows_table(rows, setup)],
-        lambda rows: {"moments": [asdict(row) for row in rows]},
+        "moments",
         {**asdict(setup), "alpha": ALPHA, "noise_variance": setup.noise_variance},
     )
 

@@ -39,8 +39,7 @@ def private_toy_regression(
     1,000 samples, 50 frequent features that mean little and 450 rare ones that mean everything.
     With privacy: AdaDPS, DP-SGD, DP-Adam, DP-AdamBC, DP-RMSProp, AdaDPS's preconditioner after the
     noise, scale-then-privatize and DP^2. Without: AdaS, SGD and Adam. Every method is tuned on the
-    first of 5 seeds (quick: 1). Writes private_toy_regression.json and a plot to --out. Exit
-    codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
+    first of 5 seeds (quick: 1).
     """
     if batch > SAMPLES:
         raise ValueError(f"--batch: there are only {SAMPLES} samples, got {batch}")

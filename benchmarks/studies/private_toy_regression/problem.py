@@ -93,6 +93,7 @@ class ClippedRegression(SampleClipper):
         super().__init__([weight], max_grad_norm)
         self._problem = problem
 
-    def backward(self, samples: torch.Tensor) -> None:
-        """Add the clipped gradients of samples, given by their numbers."""
+    def backward(self, samples: torch.Tensor) -> torch.Tensor:
+        """Add the clipped gradients of samples, given by their numbers; return NaN for a loss."""
         self._add_samples([self._problem.gradients(self.parameters[0], samples)])
+        return torch.tensor(torch.nan)

@@ -6,7 +6,6 @@ from typing import Annotated
 from benchmarks.lab import tables
 from benchmarks.lab.outcomes import Outcome
 from benchmarks.lab.schedules import cosine
-from benchmarks.lab.tasks import options_of
 from benchmarks.lab.training import Plan
 from benchmarks.studies import cli
 from benchmarks.studies.safl.budget import BETAS, FAMILIES, LOCAL_LR, SERVERS
@@ -63,14 +62,11 @@ def safl(
 
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
     round by the ring algorithms, counted. Each method's learning rate is tuned on the first seed
-    and on data apart from those that are reported, then all seeds are run. Writes safl.json and
-    a plot to --out; a study that was interrupted goes on there. Exit codes: 0, 2 for bad input, 130
-    if interrupted (what is finished is reported).
+    and on data apart from those that are reported, then all seeds are run.
     """
     options = dict(task_option)
-    if "label_smoothing" in options_of(task):
-        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
     if task == "digits":
+        options.setdefault("label_smoothing", _LABEL_SMOOTHING)
         options.setdefault("model", "mlp" if quick else "resnet")
     tasks = cli.build_tasks(
         task, data_dir, clients=clients, seeds=seeds, validation=validation, **options

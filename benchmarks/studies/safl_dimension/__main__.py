@@ -46,11 +46,7 @@ def safl_dimension(
         ),
     ],
 ) -> cli.Comparison:
-    """Count rounds to a given loss on quadratics of more and more parameters.
-
-    Writes safl_dimension.json and a plot to --out; a study that was interrupted goes on there.
-    Exit codes: 0, 2 for bad input, 130 if interrupted (what is finished is reported).
-    """
+    """Count rounds to a given loss on quadratics of more and more parameters."""
     if size > min(numels):
         raise ValueError(f"--size must be at most the smallest of --numels, got {size}")
 

@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.lab.outcomes import Advance
 from benchmarks.lab.schedules import cosine
+from benchmarks.lab.simulated import FlatModel
 from benchmarks.lab.tasks import Task, build_task
 from benchmarks.lab.training import batches_of, known_warnings_ignored, new_model
 from benchmarks.studies.scale.methods import Method
@@ -107,10 +108,8 @@ class _World:
     """N ranks' parameters: one flat vector where they exchange, else one for each of them."""
 
     def __init__(self, model: nn.Module, method: Method, ranks: int, seed: int) -> None:
-        named = dict(model.named_parameters())
-        self._model = model
-        self._shapes = {name: p.shape for name, p in named.items()}
-        initial = torch.cat([p.detach().flatten() for p in named.values()])
+        self._model = FlatModel(model)
+        initial = self._model.flat.detach()[0]
         self._world = Simulated(ranks, decode_once=True)
         self._exchanges = [
             method.exchange(transport, seed) for transport in self._world if method.exchanges
@@ -157,9 +156,7 @@ class _World:
         return float(torch.stack(losses).sum() / count), float(torch.stack(errors).sum() / count)
 
     def _logits(self, flat: Tensor, inputs: Tensor) -> Tensor:
-        pieces = flat.split([shape.numel() for shape in self._shapes.values()])
-        named = {n: p.view(s) for (n, s), p in zip(self._shapes.items(), pieces, strict=True)}
-        logits: Tensor = functional_call(self._model, named, (inputs,))
+        logits: Tensor = functional_call(self._model, {"flat": flat[None]}, (inputs,))
         return logits
 
     def _loss(self, flat: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
