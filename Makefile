@@ -77,7 +77,6 @@ docs: $(READY)
 
 quality: $(READY)
 	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.quality.noise_scale
 
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl

@@ -45,17 +45,15 @@ def make_tuning(tries: int, seeds: int) -> Tuning:
     return Tuning(tries, range(seeds), _FACTOR, _MORE, confirm=True)
 
 
-def make_method(setting: Setting, spec: str, start: float, *, processes: bool = False) -> Method:
+def make_method(setting: Setting, spec: str, start: float) -> Method:
     """Return a method in a setting.
 
     Args:
         setting: the setting.
         spec: the method as ``python -m benchmarks.compare --hooks`` takes it.
         start: the first learning rate of the search.
-        processes: whether each rank is a process of its own, as it always is where a method needs
-            DDP; else ranks take turns in this one.
     """
-    run = functools.partial(_train, setting, spec, processes or parse_method(spec).needs_ddp)
+    run = functools.partial(_train, setting, spec, parse_method(spec).needs_ddp)
     return Method(spec, asdict(setting), run, start)
 
 
@@ -76,6 +74,7 @@ def make_plan(setting: Setting) -> Plan:
 def _train(
     setting: Setting, spec: str, processes: bool, settings: Tuned, seed: int, advance: Advance
 ) -> list[Point]:
+    """Train on ranks that take turns, or each in a process of its own, as DDP needs them."""
     torch.set_num_threads(1)
     if processes:
         curves = spawn_ranks(setting.ranks, _train_in_process, setting, spec, settings["lr"], seed)
