@@ -17,10 +17,8 @@ from benchmarks.lab.outcomes import Method
 from benchmarks.lab.runs import BASELINE, CONTROL, Run, RunSpec, RunStore
 from benchmarks.lab.schedules import SCHEDULES
 from benchmarks.lab.search import Tuning
-from benchmarks.quality.cells import make_cells, to_json
-from benchmarks.quality.methods import METHODS
-from benchmarks.quality.page import make_page
-from benchmarks.quality.runs import Found, make_method, make_tuning
+from benchmarks.quality.page import make_cells, make_page, to_json
+from benchmarks.quality.runs import METHODS, Found, make_method, make_tuning
 from benchmarks.quality.settings import COSINE, PRESETS, Setting, build
 from comm_hooks.config import unknown
 from comm_hooks.launchers.advise.quality import FILE

@@ -16,10 +16,8 @@ from benchmarks.lab.plain import rebuild
 from benchmarks.lab.runs import Point, Run, RunStore
 from benchmarks.quality import runs, settings
 from benchmarks.quality.__main__ import RESULTS, app, find
-from benchmarks.quality.cells import make_cells, to_json
-from benchmarks.quality.methods import METHODS
-from benchmarks.quality.page import make_page
-from benchmarks.quality.runs import bits_of, controls, make_method, quality_kept
+from benchmarks.quality.page import make_cells, make_page, to_json
+from benchmarks.quality.runs import METHODS, bits_of, controls, make_method, quality_kept
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from comm_hooks.launchers.advise.quality import Cell, measured
 from tests.benchmarks.studying import nothing
