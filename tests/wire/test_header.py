@@ -198,7 +198,7 @@ def test_a_sum_with_something_else_is_refused(foreign: str, seed: int) -> None:
     numbers = torch.randn(total.shape, generator=torch.Generator().manual_seed(seed))
     total += {"numbers": numbers, "zeros": -total, "nan": torch.full_like(total, math.nan)}[foreign]
     # A small number beside the mark of a header reads as damage.
-    with pytest.raises(PayloadError, match="is not one of comm-hooks|was damaged on the way"):
+    with pytest.raises(PayloadError, match=r"is not one of comm-hooks|was damaged on the way"):
         SummedHeader(range(3), 0).check(total.view(torch.uint8), STAMP, NOW)
 
 
