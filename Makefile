@@ -1,7 +1,7 @@
 # make demo   train a small GPT once per method and compare them (5 minutes, a first table after 3)
 # make test   lint, type-check and test (8 minutes); make test-core, test-optim, …: one area
 # make test-slow  the tests that `make test` leaves out: whole studies, audits, several nodes (half an hour)
-# make bench  print the tables of small measurements: compressors, wire format, noise, checks ...
+# make bench  print tables of small measurements: compressors, wire format, noise, checks ...
 # make bench-gpu  compare the GPU kernels with a copy, and train over NCCL (needs a GPU)
 # make links  train over capped links and compare (forty minutes; needs root)
 # make docs   build the documentation site into docs/_build
@@ -63,8 +63,7 @@ lint: $(READY)
 	$(BIN)/mypy -p comm_hooks
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.micro
-	$(BIN)/python -m benchmarks.micro checks queued
+	$(BIN)/python -m benchmarks.micro speed wire per_sample_gradients noise queued checks
 
 bench-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton
@@ -78,7 +77,6 @@ docs: $(READY)
 
 quality: $(READY)
 	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.quality.noise_scale
 
 studies: $(READY)
 	$(BIN)/python -m benchmarks.studies.safl

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.simulated import Simulated
-from comm_hooks.config import unknown
+from comm_hooks.config import check_options, unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim import private
 from comm_hooks.optim.private.accounting import (
@@ -36,12 +36,9 @@ from comm_hooks.optim.private.noise.placement import (
     judge,
     require_known_variance,
 )
-from comm_hooks.requirements import require_within
+from comm_hooks.requirements import require_choice, require_within
 
-_WORDS = get_type_hints(Scheme)
 _STATED = ("feedback", "clipping")
-_CHOICES = {name: get_args(_WORDS[name]) for name in ("unit", *_STATED)}
-_CHOICES["placement"] = get_args(_WORDS["place"])
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,10 @@ class Configuration:
         if self.sample_rate == 0:
             raise ValueError("sample_rate must be in (0, 1], got 0")
         require_delta(self.delta)
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
-            raise ValueError(f"world_size must be a whole number, got {self.world_size!r}")
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and not (value is None and name in ("feedback", "clipping")):
-                raise ValueError(f"{name}: {unknown('value', value, choices)}")
-        if not isinstance(self.accountant, str) or self.accountant not in ACCOUNTANTS:
-            raise ValueError(f"accountant: {unknown('value', self.accountant, ACCOUNTANTS)}")
-        exchange = self.build_exchange(Simulated(self.world_size)[0])
+        require_choice(self, "accountant", self.accountant, [*ACCOUNTANTS])
+        self._scheme()
         if self.unit == "sample" and self.placement == "central":
-            require_owners(exchange)
+            require_owners(self.build_exchange(Simulated(self.world_size)[0]))
         _optimizer(self.optimizer)
 
     def build_exchange(self, transport: Transport) -> Exchange:
@@ -120,17 +108,19 @@ class Configuration:
         Raises:
             PrivacyError: if the configuration does not guarantee its claim.
         """
-        stated = {name: getattr(self, name) for name in _STATED}
-        scheme = Scheme.of(
-            self.build_exchange(Simulated(self.world_size)[0]),
-            self.placement,  # type: ignore[arg-type]  # __post_init__ has checked it
-            self.unit,  # type: ignore[arg-type]
-            **{name: value for name, value in stated.items() if value is not None},
-        )
-        optimizer = _optimizer(self.optimizer)
+        scheme, optimizer = self._scheme(), _optimizer(self.optimizer)
         if optimizer is not None:
             require_known_variance(optimizer, scheme)
         return judge(scheme)
+
+    def _scheme(self) -> Scheme:
+        stated = {name: getattr(self, name) for name in _STATED}
+        return Scheme.of(
+            self.build_exchange(Simulated(self.world_size)[0]),
+            self.placement,  # type: ignore[arg-type]  # Scheme checks it
+            self.unit,  # type: ignore[arg-type]
+            **{name: value for name, value in stated.items() if value is not None},
+        )
 
     def why_not_played(self) -> str | None:
         """Return the reason why the simulated ranks cannot play the configuration, or None."""
@@ -196,14 +186,11 @@ def read_configuration(path: Path) -> Configuration:
         raise ValueError(f"{path}: is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must be an object, got {content!r}")
-    known = [f.name for f in fields(Configuration)]
-    for key in content:
-        if key not in known:
-            raise ValueError(f"{path}: {unknown('setting', key, known)}")
-    for key in ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "delta"):
-        if key not in content:
-            raise ValueError(f"{path}: {key} is missing")
     try:
+        check_options("the training", content, [f.name for f in fields(Configuration)])
+        for key in ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "delta"):
+            if key not in content:
+                raise ValueError(f"{key} is missing")
         return Configuration(**content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -22,6 +22,7 @@ from comm_hooks.collectives.requests import AllReduce, Request
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange import Exchange
+from comm_hooks.optim.private.random_states import random_states_kept
 
 # The seed of a user at the start of every process: nothing private may follow from it.
 _USER_SEED = 42
@@ -124,7 +125,7 @@ class World:
         ]
         self._simulated.sent = []
         # A draw from global generators follows from the user's seed.
-        with _kept_generators(), warnings.catch_warnings():
+        with random_states_kept(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="world size is 1")
             _set_generators(self._generators)
             all_released = self._simulated.run(rounds)
@@ -164,7 +165,7 @@ class _Listening(Simulated):
 @contextmanager
 def user_seed() -> Iterator[None]:
     """Set the seed of a user for a while, and restore all generators afterwards."""
-    with _kept_generators():
+    with random_states_kept():
         torch.default_generator.manual_seed(_USER_SEED)
         np.random.seed(_USER_SEED)
         random.seed(_USER_SEED)
@@ -217,12 +218,3 @@ def _set_generators(states: _Generators) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    states = _generators()
-    try:
-        yield
-    finally:
-        _set_generators(states)

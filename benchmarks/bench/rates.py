@@ -1,6 +1,6 @@
 """The rates of links, as users write them."""
 
-from benchmarks.netns import parse_rate
+from comm_hooks.launchers.rates import parse_rate
 
 UNSHAPED = "none"
 """Links without a cap: as fast as the machine moves bytes."""

@@ -1,5 +1,6 @@
 """The table, on the screen and as Markdown, and what a reader must know to judge it."""
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,7 @@ from rich.text import Text
 
 from benchmarks.bench.rates import UNSHAPED, bits_per_second, show_bits, show_rate
 from benchmarks.bench.results import Bench, Result, Timing, moved_at
-from benchmarks.bench.waits import (
-    halfway_loss,
-    step_milliseconds,
-    steps_until,
-    usual_milliseconds,
-)
+from benchmarks.bench.waits import halfway_loss, steps_until
 from benchmarks.lab.runs import CONTROL
 from benchmarks.lab.tables import format_bytes, make_table, markdown
 
@@ -24,13 +20,8 @@ _MOST_SPREAD = 1.3
 _NOTHING = "-"
 
 
-def columns_of(rates: list[str]) -> list[str]:
-    """Return the names of the columns."""
-    return ["method", "loss", "sent/step", "on the wire", *map(show_rate, rates)]
-
-
 def rows_of(results: list[Result], rates: list[str]) -> list[list[str]]:
-    """Return the cells of each method, in the order of :func:`columns_of`."""
+    """Return of each method its name, loss, bytes per step, and times at all rates."""
     return [_row(result, rates) for result in results]
 
 
@@ -51,22 +42,22 @@ def _time(timing: Timing | None) -> str:
     return f"{timing.best.milliseconds:,.0f} ({timing.ratio:.2f})"
 
 
-def wait_columns_of(rates: list[str]) -> list[str]:
-    """Return the names of the columns of :func:`wait_rows_of`."""
-    return ["method", "steps", *map(show_rate, rates)]
-
-
 def wait_rows_of(results: list[Result], rates: list[str], loss: float) -> list[list[str]]:
-    """Return how many steps, and seconds at each rate, each method takes to a loss."""
-    usual = usual_milliseconds(results)
+    """Return how many steps, and seconds at each rate, each method takes to a loss.
+
+    A step takes as long as a step without exchange usually did, and what the exchange took on top
+    of the control of the same run: another method may have been timed at a busier time.
+    """
+    controls = [t.control.milliseconds for result in results for t in result.timings]
+    usual = statistics.median(controls) if controls else 0.0
     rows = []
     for result in results:
         steps = steps_until(loss, result.run.curve)
         cells = [_NOTHING] * (1 + len(rates))
         if steps is not None:
             seconds = (
-                steps * step_milliseconds(timing, usual) / 1e3 if timing else None
-                for timing in map(result.at, rates)
+                steps * (usual + t.best.milliseconds - t.control.milliseconds) / 1e3 if t else None
+                for t in map(result.at, rates)
             )
             cells = [_count(steps), *map(_count, seconds)]
         rows.append([result.run.method, *cells])
@@ -157,14 +148,16 @@ def _tables(
     results: list[Result], rates: list[str]
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield the title, the columns and the rows of each table."""
-    yield "", columns_of(rates), rows_of(results, rates)
+    links = [*map(show_rate, rates)]
+    columns = ["method", "loss", "sent/step", "on the wire", *links]
+    yield "", columns, rows_of(results, rates)
     loss = halfway_loss(results)
     if loss is not None:
         title = (
             f"Seconds of training to a loss of {loss:.3f}, halfway from no exchange to an "
             "all-reduce:"
         )
-        yield title, wait_columns_of(rates), wait_rows_of(results, rates, loss)
+        yield title, ["method", "steps", *links], wait_rows_of(results, rates, loss)
 
 
 def write_markdown(bench: Bench, path: Path) -> None:

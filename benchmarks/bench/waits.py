@@ -1,25 +1,9 @@
-"""How long until a loss: a curve by steps, times what a step takes at each rate."""
+"""How many steps until a loss."""
 
-import statistics
 from collections.abc import Sequence
 
-from benchmarks.bench.results import Result, Timing
+from benchmarks.bench.results import Result
 from benchmarks.lab.runs import BASELINE, CONTROL, Point
-
-
-def usual_milliseconds(results: Sequence[Result]) -> float:
-    """Return what a step without exchange usually took."""
-    controls = [t.control.milliseconds for result in results for t in result.timings]
-    return statistics.median(controls) if controls else 0.0
-
-
-def step_milliseconds(timing: Timing, usual: float) -> float:
-    """Return what a step takes on a machine that is as busy as it usually was.
-
-    ``usual`` is a step without exchange, to which is added what the exchange took on top of the
-    control of the same run: another method may have been timed at a busier time.
-    """
-    return usual + timing.best.milliseconds - timing.control.milliseconds
 
 
 def halfway_loss(results: Sequence[Result]) -> float | None:

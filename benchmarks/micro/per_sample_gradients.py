@@ -23,6 +23,11 @@ from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 
 BATCH_SIZE = 64
 MAX_GRAD_NORM = 1.0
+PRIVACY = {
+    "noise_multiplier": 1.0,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "expected_batch_size": BATCH_SIZE,
+}
 _STEPS, _WARM_UP = 60, 5
 
 
@@ -85,12 +90,7 @@ def ours(model: nn.Module) -> Step:
 
 def opacus(model: nn.Module, *, force_functorch: bool = False) -> Step:
     module = GradSampleModule(model, force_functorch=force_functorch)
-    optimizer = DPOptimizer(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=MAX_GRAD_NORM,
-        expected_batch_size=BATCH_SIZE,
-    )
+    optimizer = DPOptimizer(torch.optim.SGD(module.parameters()), **PRIVACY)
 
     def step(batch: Batch) -> None:
         loss_function(module, batch).backward()
@@ -102,12 +102,7 @@ def opacus(model: nn.Module, *, force_functorch: bool = False) -> Step:
 
 def ghost(model: nn.Module) -> Step:
     module = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM)
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=MAX_GRAD_NORM,
-        expected_batch_size=BATCH_SIZE,
-    )
+    optimizer = DPOptimizerFastGradientClipping(torch.optim.SGD(module.parameters()), **PRIVACY)
     criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
 
     def step(batch: Batch) -> None:

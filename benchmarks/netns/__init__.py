@@ -5,7 +5,6 @@ rates. ``python -m benchmarks.netns`` runs a command on such links.
 """
 
 from benchmarks.netns.links import NetnsError
-from benchmarks.netns.testbed import Counters, Testbed, why_not
-from comm_hooks.launchers.rates import parse_rate
+from benchmarks.netns.testbed import Testbed, why_not
 
-__all__ = ["Counters", "NetnsError", "Testbed", "parse_rate", "why_not"]
+__all__ = ["NetnsError", "Testbed", "why_not"]

@@ -1,9 +1,4 @@
-"""Run a command once per rank in a network of capped links.
-
-python -m benchmarks.netns check
-python -m benchmarks.netns run -n 2 --rate 100mbit -- torchrun train.py
-python -m benchmarks.netns run -n 2 --rate 100mbit -- python train.py   # env:// works, too
-"""
+"""Run a command once per rank in a network of capped links; see ``--help``."""
 
 import subprocess
 import tempfile
@@ -11,25 +6,12 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.lab.output import SKIPPED
 from benchmarks.netns.links import NetnsError
-from benchmarks.netns.testbed import Testbed, why_not
-
-# What automake and others take for "skipped".
-_SKIPPED = 77
-_BAD_INPUT = 2
-
-app = typer.Typer(help=__doc__, pretty_exceptions_enable=False, rich_markup_mode=None)
+from benchmarks.netns.testbed import Testbed
+from comm_hooks.launchers.output import complain, refusing
 
 
-@app.command()
-def check() -> None:
-    """Say whether this machine can do it; exit code 77 and one line if not."""
-    reason = why_not()
-    typer.echo(reason or "network namespaces: ok")
-    raise typer.Exit(_SKIPPED if reason else 0)
-
-
-@app.command(context_settings={"ignore_unknown_options": True})
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Namespaces.")] = 2,
@@ -40,13 +22,12 @@ def run(
 ) -> None:
     """Run a command in every namespace and print what crossed each link.
 
-    Shows the output of rank 0, and of ranks that fail. The exit code is that of the first of them.
+    The command is torchrun or a script that reads env://. Shows the output of rank 0, and of ranks
+    that fail. The exit code is that of the first of them, 2 for bad input, and 77 where there can
+    be no network namespaces.
     """
-    try:
+    with refusing("netns"):
         bed = Testbed(ranks, rate=rate)
-    except ValueError as error:
-        typer.echo(f"netns: {error}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
     outputs = [tempfile.TemporaryFile() for _ in range(1, ranks)]  # noqa: SIM115
     try:
         with bed:
@@ -56,8 +37,8 @@ def run(
             codes = bed.wait(processes, timeout=timeout)
             crossed = bed.counters()
     except NetnsError as error:
-        typer.echo(f"netns: {error}", err=True)
-        raise typer.Exit(_SKIPPED) from None
+        complain("netns", error)
+        raise typer.Exit(SKIPPED) from None
     for rank, output in enumerate(outputs, start=1):
         if codes[rank]:
             output.seek(0)
@@ -68,4 +49,4 @@ def run(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(run)

@@ -9,6 +9,7 @@ that other load slows both. A step ends when the slowest rank has ended it.
 
 import itertools
 import json
+import socket
 import statistics
 import sys
 import time
@@ -29,11 +30,11 @@ from benchmarks.lab.tasks.whole_text import text_loss
 from benchmarks.lab.training import Client, closure_of
 from benchmarks.lab.worker import connect, largest
 from benchmarks.netns.links import NetnsError
-from benchmarks.netns.measured import measure_network
 from comm_hooks.launchers.advise import methods as advised
-from comm_hooks.launchers.advise.cost_model import Plan
+from comm_hooks.launchers.advise.cost_model import Link, Network, Plan
 from comm_hooks.launchers.advise.recommend import make_row
-from comm_hooks.launchers.output import BAD_INPUT
+from comm_hooks.launchers.output import complain, refusing
+from comm_hooks.launchers.preflight import links
 from comm_hooks.launchers.rates import parse_rate
 
 METHODS = (
@@ -63,16 +64,13 @@ def check(
     limit: Annotated[float, typer.Option(help="Percent by which a prediction may be off.")] = 15.0,
 ) -> None:
     """Print a table; exit with 1 if a prediction is off by more than --limit."""
-    try:
+    with refusing("check_predictions"):
         parse_methods(methods)
         counts = [int(count) if count.isdecimal() else 0 for count in ranks.split(",")]
         if min(counts) < 2:
             raise ValueError(f"--ranks {ranks!r}: write numbers of at least 2, as in 2,4")
         for rate in rates.split(","):
             parse_rate(rate)
-    except ValueError as error:
-        typer.echo(f"check_predictions: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
     print("| ranks | link | method | without exchange, ms | predicted, ms | measured, ms | error |")
     print("|---|---|---|---|---|---|---|")
     worst = 0.0
@@ -87,7 +85,7 @@ def check(
                     flush=True,
                 )
     except NetnsError as error:
-        typer.echo(f"check_predictions: {error}", err=True)
+        complain("check_predictions", error)
         raise typer.Exit(SKIPPED) from None
     raise typer.Exit(worst > limit)
 
@@ -115,7 +113,7 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
     """Predict and measure each method. Collective."""
     device = torch.device("cpu")
     settings = Settings()
-    network = measure_network()
+    network = _measure_network()
     shapes = [tuple(p.shape) for p in GPT(settings.model).parameters()]
     planner = advised.Planner(shapes, network.ranks, device)
     control = connect(parse_method("none"), settings)
@@ -137,6 +135,26 @@ def _compare(methods: list[Pair]) -> Iterator[dict[str, Any]]:
             "predicted": 1e3 * row.seconds,
             "measured": 1e3 * measured,
         }
+
+
+def _measure_network() -> Network:
+    """Return the network by its link from rank 0 to rank 1: all links are the same. Collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    listener = links.Listener(socket.gethostbyname(f"rank{rank}"))
+    ports: list[int] = [0] * ranks
+    dist.all_gather_object(ports, listener.port)
+    measured = links.Link(0, 1)
+    if rank == 0:
+        links.send(measured, "rank1", ports[1])
+    elif rank == 1:
+        listener.receive(measured)
+    listener.close()
+    found = [measured]
+    dist.broadcast_object_list(found)
+    (link,) = found
+    if not link.bits_per_second or not link.round_trip:
+        raise RuntimeError(f"the link between the first ranks cannot be measured: {link.error}")
+    return Network(ranks, Link(link.bits_per_second / 8, link.round_trip / 2))
 
 
 def _time_in_turns(trainers: list[Client], settings: Settings, period: int) -> list[float]:

@@ -1,12 +1,14 @@
 """The command, see ``--help``."""
 
+import itertools
 import math
 import multiprocessing
 import sys
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,24 +17,28 @@ from benchmarks.lab.outcomes import Method
 from benchmarks.lab.runs import BASELINE, CONTROL, Run, RunSpec, RunStore
 from benchmarks.lab.schedules import SCHEDULES
 from benchmarks.lab.search import Tuning
-from benchmarks.quality.cells import make_cells, to_json
-from benchmarks.quality.methods import METHODS
-from benchmarks.quality.options import RESULTS, Batches, Ranks, Tasks, Tokens, parse_settings
-from benchmarks.quality.page import make_page
-from benchmarks.quality.runs import Found, make_method, make_tuning
-from benchmarks.quality.settings import COSINE, Setting, build
+from benchmarks.quality.page import make_cells, make_page, to_json
+from benchmarks.quality.runs import METHODS, Found, make_method, make_tuning
+from benchmarks.quality.settings import COSINE, PRESETS, Setting, build
+from comm_hooks.config import unknown
 from comm_hooks.launchers.advise.quality import FILE
 from comm_hooks.launchers.output import complain, refusing
+
+RESULTS = Path(__file__).parents[1] / "results" / "quality"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
 def quality(
-    tasks: Tasks = "python,c,prose,images",
-    ranks: Ranks = "4",
-    batches: Batches = "6,32",
-    tokens: Tokens = "2",
+    tasks: Annotated[
+        str, typer.Option(metavar="LIST", help=f"Of {', '.join(PRESETS)}.")
+    ] = "python,c,prose,images",
+    ranks: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks.")] = "4",
+    batches: Annotated[
+        str, typer.Option(metavar="LIST", help="Samples per step and rank.")
+    ] = "6,32",
+    tokens: Annotated[str, typer.Option(metavar="LIST", help="Tokens per parameter.")] = "2",
     schedule: Annotated[
         str, typer.Option(help=f"After the warm-up: {' or '.join(SCHEDULES)}.")
     ] = COSINE,
@@ -45,9 +51,6 @@ def quality(
     seeds: Annotated[int, typer.Option(min=1, help="Runs with the best learning rate.")] = 3,
     tries: Annotated[int, typer.Option(min=1, help="Learning rates, on the first seed.")] = 3,
     jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: write the page.")] = 2,
-    processes: Annotated[
-        bool, typer.Option(help="Each rank a process of its own; else they take turns in one.")
-    ] = False,
     results: Annotated[Path, typer.Option(help="Where records are kept and the page goes.")] = (
         RESULTS
     ),
@@ -58,7 +61,20 @@ def quality(
     way and nothing else. Exit codes: 0, 2 for bad input or missing data, 130 if interrupted.
     """
     with refusing("quality"):
-        settings = parse_settings(tasks, ranks, batches, tokens, schedule)
+        for kind, names, known in (
+            ("task", tasks.split(","), PRESETS),
+            ("schedule", [schedule], SCHEDULES),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(unknown(kind, name, known))
+        combinations = itertools.product(
+            tasks.split(","),
+            _numbers("--ranks", ranks, int),
+            _numbers("--batches", batches, int),
+            _numbers("--tokens", tokens, float),
+        )
+        settings = [Setting(*combination, schedule) for combination in combinations]
         matching = {name for name in METHODS if fnmatchcase(name, only)}
         if not matching:
             raise ValueError(f"--only: none of {', '.join(METHODS)} matches {only!r}")
@@ -69,15 +85,24 @@ def quality(
         for each in settings if jobs else ():
             build(each.task, each.ranks)
     methods = [
-        make_method(setting, name, start, processes=processes)
-        for setting in settings
-        for name, start in chosen.items()
+        make_method(setting, name, start) for setting in settings for name, start in chosen.items()
     ]
     results.mkdir(parents=True, exist_ok=True)
     runs = RunStore(results / "records.jsonl")
     if jobs:
         _run(methods, runs, make_tuning(tries, seeds), jobs)
     _write(results, tries)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        numbers = [kind(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option}: {text!r} is no list of numbers such as 1,2,4") from None
+    for number in numbers:
+        if not 0 < number < math.inf:
+            raise ValueError(f"{option}: {number} is not positive and finite")
+    return numbers
 
 
 def _parse(text: str) -> tuple[str, float]:

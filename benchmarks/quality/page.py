@@ -1,11 +1,17 @@
-"""The page: tables of the quality kept."""
+"""The quality kept, as written: the page, and cells that ``comm-hooks advise`` reads."""
 
+import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from benchmarks.lab.outcomes import Outcome
-from benchmarks.quality.runs import Found, bits_of, controls, quality_of
+from benchmarks.quality.runs import Found, Quality, bits_of, controls, quality_of
 from benchmarks.quality.settings import COSINE, PRESETS, Setting
+from comm_hooks.launchers.advise.quality import Cell
+
+_DIVERGED = -10.0
+"""The quality of a method that diverged, in cells."""
 
 _HEAD = """\
 # Quality
@@ -83,3 +89,29 @@ def _bits(outcomes: Sequence[Outcome]) -> str:
     bits = [bits_of(run) for outcome in outcomes for run in outcome.runs]
     low, high = min(bits), max(bits)
     return f"{high:.3g}" if high <= 1.05 * low else f"{low:.2g} to {high:.2g}"
+
+
+def make_cells(found: Found) -> list[Cell]:
+    """Return one cell for each method, number of ranks, length and batch."""
+    groups: dict[tuple[str, int, float, int], dict[str, Quality]] = {}
+    for setting, method in found:
+        kept = quality_of(setting, method, found)
+        left_out = method in controls(method) or setting.schedule != COSINE
+        if kept and not left_out:
+            key = method, setting.ranks, setting.tokens, setting.batch
+            groups.setdefault(key, {})[setting.task] = kept
+    return [
+        Cell(
+            *key,
+            seeds=min(kept.seeds for kept in group.values()),
+            spread=round(max(min(kept.spread, -_DIVERGED) for kept in group.values()), 3),
+            kept={task: max(_DIVERGED, round(kept.mean, 3)) for task, kept in group.items()},
+        )
+        for key, group in sorted(groups.items())
+    ]
+
+
+def to_json(cells: Sequence[Cell]) -> str:
+    """Return the file, a line for each cell."""
+    lines = ",\n".join(f"    {json.dumps(asdict(cell))}" for cell in cells)
+    return f'{{\n  "command": "python -m benchmarks.quality",\n  "cells": [\n{lines}\n  ]\n}}\n'

@@ -3,7 +3,7 @@
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -29,6 +29,28 @@ CLIP_NORM = 1.0
 _FACTOR, _MORE = 2.0, 4
 _SURE = 3.0
 """The worth of exchanging must be so many times its own uncertainty to be divided by."""
+METHODS: Mapping[str, float] = {
+    BASELINE: 4e-3,
+    CONTROL: 4e-3,
+    "low_communication:bits=0.06": 8e-3,
+    "low_communication": 8e-3,
+    "low_communication:bits=0.12": 8e-3,
+    "low_communication:bits=0.0073": 8e-3,
+    "local_adamw:fragments=8": 4e-3,
+    "sign+local_variance_adam": 4e-3,
+    "identity:bits=16": 4e-3,
+    "quantize:bits=2": 4e-3,
+    "count_sketch": 4e-3,
+    "powersgd": 4e-3,
+    "diloco:local_steps=30": 4e-3,
+    "topk:density=1/64+sparse_loco:local_steps=30": 4e-3,
+    "mu_lo_co:local_steps=30": 4e-3,
+    "all_reduce+laprop": 8e-3,
+    "all_reduce+muon_adamw": 4e-3,
+    "none+muon_adamw": 4e-3,
+    "low_communication:muon=true": 8e-3,
+}
+"""The methods of the page, with the learning rate at which their tuning starts."""
 _MUON = ("none+muon_adamw", "all_reduce+muon_adamw")
 
 
@@ -45,17 +67,15 @@ def make_tuning(tries: int, seeds: int) -> Tuning:
     return Tuning(tries, range(seeds), _FACTOR, _MORE, confirm=True)
 
 
-def make_method(setting: Setting, spec: str, start: float, *, processes: bool = False) -> Method:
+def make_method(setting: Setting, spec: str, start: float) -> Method:
     """Return a method in a setting.
 
     Args:
         setting: the setting.
         spec: the method as ``python -m benchmarks.compare --hooks`` takes it.
         start: the first learning rate of the search.
-        processes: whether each rank is a process of its own, as it always is where a method needs
-            DDP; else ranks take turns in this one.
     """
-    run = functools.partial(_train, setting, spec, processes or parse_method(spec).needs_ddp)
+    run = functools.partial(_train, setting, spec, parse_method(spec).needs_ddp)
     return Method(spec, asdict(setting), run, start)
 
 
@@ -76,6 +96,7 @@ def make_plan(setting: Setting) -> Plan:
 def _train(
     setting: Setting, spec: str, processes: bool, settings: Tuned, seed: int, advance: Advance
 ) -> list[Point]:
+    """Train on ranks that take turns, or each in a process of its own, as DDP needs them."""
     torch.set_num_threads(1)
     if processes:
         curves = spawn_ranks(setting.ranks, _train_in_process, setting, spec, settings["lr"], seed)

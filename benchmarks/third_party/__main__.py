@@ -101,7 +101,7 @@ def run(script: Script, *, ours: bool, seed: int, sources: Path, work: Path) -> 
         "ours": ours,
         "seed": seed,
         "loss": float(losses[-1]),
-        "fewer": json.loads(counts[-1].split(MARK)[1])["compression_ratio"] if ours else 1.0,
+        "fewer": float(counts[-1].split(MARK)[1]) if ours else 1.0,
         "seconds": round(seconds, 1),
         "lines": lines if ours else 0,
         "commit": subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip(),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.lab.model import GPTConfig
 from benchmarks.lab.runs import Settings
-from benchmarks.micro import queued, streams
+from benchmarks.micro import queued
 from benchmarks.micro.__main__ import TABLES, main
 from benchmarks.micro.checks import CHECKS, Clock, measure, timed_checks
 from benchmarks.micro.timing import medians, times_in_turns
@@ -46,10 +46,6 @@ def test_actions_take_turns() -> None:
     assert "".join(log) == "abababab"
     assert [len(own) for own in times.values()] == [3, 3]
     assert medians({"x": [3.0, 1.0, 2.0]}) == {"x": 2.0}
-
-
-def test_streams_are_different() -> None:
-    assert not streams.main(1_000)
 
 
 def busy(seconds: float) -> None:

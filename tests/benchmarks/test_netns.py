@@ -14,7 +14,7 @@ from benchmarks.netns import why_not
 def test_the_command_line() -> None:
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [sys.executable, "-m", "benchmarks.netns", "run", *arguments],
+            [sys.executable, "-m", "benchmarks.netns", *arguments],
             capture_output=True,
             text=True,
             check=False,

@@ -7,27 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.lab.methods import parse_method
 from benchmarks.lab.model import count
 from benchmarks.lab.plain import rebuild
 from benchmarks.lab.runs import Point, Run, RunStore
-from benchmarks.quality import noise_scale, settings
-from benchmarks.quality.__main__ import app, find
-from benchmarks.quality.cells import make_cells, to_json
-from benchmarks.quality.methods import METHODS
-from benchmarks.quality.noise_scale import estimate, scales
-from benchmarks.quality.options import RESULTS
-from benchmarks.quality.page import make_page
-from benchmarks.quality.runs import bits_of, controls, make_method, quality_kept
+from benchmarks.quality import runs, settings
+from benchmarks.quality.__main__ import RESULTS, app, find
+from benchmarks.quality.page import make_cells, make_page, to_json
+from benchmarks.quality.runs import METHODS, bits_of, controls, make_method, quality_kept
 from benchmarks.quality.settings import PRESETS, Preset, Setting
 from comm_hooks.launchers.advise.quality import Cell, measured
+from tests.benchmarks.studying import nothing
 
 SETTING = Setting("python", 2, 6, 0.1)
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_windows": 8}
@@ -141,8 +134,8 @@ def test_each_method_of_the_list_and_its_controls_can_be_parsed(method: str) -> 
     assert controls(method)[1] == ("all_reduce+muon_adamw" if has_muon else "all_reduce")
 
 
-def perform(setting: Setting, name: str, *, processes: bool = False) -> Run:
-    method = make_method(setting, name, 3e-3, processes=processes)
+def perform(setting: Setting, name: str) -> Run:
+    method = make_method(setting, name, 3e-3)
     return method.run(method.spec({"lr": 3e-3}, 1))
 
 
@@ -150,9 +143,9 @@ def perform(setting: Setting, name: str, *, processes: bool = False) -> Run:
 @pytest.mark.parametrize("method", ["none", "low_communication"])
 def test_processes_train_what_simulated_ranks_train(method: str) -> None:
     setting = Setting("python_small", 2, 2, 4e-3)
-    simulated, real = (perform(setting, method, processes=each) for each in (False, True))
-    assert real.curve == simulated.curve
-    assert (method == "none") == (bits_of(real) == 0)
+    simulated = perform(setting, method)
+    assert runs._train(setting, method, True, {"lr": 3e-3}, 1, nothing) == simulated.curve
+    assert (method == "none") == (bits_of(simulated) == 0)
 
 
 @pytest.mark.slow
@@ -236,39 +229,3 @@ def test_advise_knows_what_the_records_say() -> None:
 def test_the_page_is_made_of_the_records() -> None:
     found = find(RunStore(RESULTS / "records.jsonl"))
     assert (RESULTS.parent / "quality.md").read_text() == make_page(found)
-
-
-@given(
-    seed=st.integers(0, 2**16),
-    batch=st.sampled_from([1, 8]),
-    deviation=st.floats(0.5, 4.0),
-    skew=st.floats(0.0, 2.0),
-)
-@hypothesis.settings(max_examples=10)
-def test_noise_and_skew_are_estimated_without_bias(
-    seed: int, batch: int, deviation: float, skew: float
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ranks, count, numel = 4, 64, 2_000
-    centers = 1 + skew * torch.randn(ranks, numel, generator=generator)
-    noise = torch.randn(ranks, count, numel, generator=generator) * deviation / batch**0.5
-    found = estimate([center + own for center, own in zip(centers, noise, strict=True)], batch)
-    true = numel * deviation**2, float(centers.mean(0).square().sum()), float(centers.var(0).sum())
-    uncertain = numel * deviation**2 / batch / count  # what must have been subtracted
-    assert found[0] == pytest.approx(true[0], rel=0.05)
-    assert found[1] == pytest.approx(true[1], rel=0.1, abs=0.3 * uncertain)
-    assert found[2] == pytest.approx(true[2], rel=0.1, abs=0.3 * uncertain)
-
-
-def test_noise_scales_are_measured_on_the_way(tiny: Setting) -> None:
-    found = list(scales(tiny, lr=4e-3, points=2, samples=256))
-    assert [each.step for each in found] == [tiny.steps // 2, tiny.steps]
-    assert found[1].loss < found[0].loss
-    assert all(each.noise_scale is None or each.noise_scale > 0 for each in found)
-    assert found == list(scales(tiny, lr=4e-3, points=2, samples=256))
-
-
-def test_a_noise_scale_needs_all_reduce_s_learning_rate() -> None:
-    result = CliRunner().invoke(noise_scale.app, ["--tasks", "python", "--tokens", "0.3"])
-    assert result.exit_code == 2
-    assert "all-reduce has no learning rate yet" in result.stderr

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.netns import NetnsError, Testbed, parse_rate, testbed, why_not
+from benchmarks.netns import NetnsError, Testbed, testbed, why_not
 from benchmarks.netns.links import burst_bytes
+from comm_hooks.launchers.rates import parse_rate
 
 needs_bed = pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 

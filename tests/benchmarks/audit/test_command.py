@@ -91,11 +91,11 @@ def test_the_rules_read_every_setting(tmp_path: Path, changes: dict[str, Any], r
         ({"sample_rate": 10**400}, "sample_rate must lie in [0, 1], got 1000"),
         ({"delta": 1}, "delta must be at least 1e-12"),
         ({"steps": 1.5}, "steps must be an integer of at least 1"),
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"placement": "sharez"}, "did you mean 'shares'?"),
+        ({"world_size": 0}, "world_size must be an integer of at least 1"),
+        ({"placement": "sharez"}, "place must be one of central, shares, local, aggregate"),
         ({"exchange": {"compressor": "top_k"}}, "exchange.compressor: unknown compressor"),
         ({"optimizer": "DPAdm"}, "did you mean 'DPAdam'?"),
-        ({"accountant": {"rdp": 1}}, "accountant: unknown value {'rdp': 1}"),
+        ({"accountant": {"rdp": 1}}, "accountant must be one of rdp, pld, got {'rdp': 1}"),
     ],
 )
 def test_bad_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
