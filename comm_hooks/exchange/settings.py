@@ -52,7 +52,7 @@ class ExchangeSettings:
         compressor: turns a parameter into a payload.
         memory: keeps residuals between rounds; None to drop them; ``"auto"``: error feedback if the
             compressor is biased.  Only the memory's settings are used: each exchange has a memory
-            of its own (:attr:`Exchange.memory`).
+            of its own (:attr:`~comm_hooks.Exchange.memory`).
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
