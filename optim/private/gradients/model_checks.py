@@ -1,4 +1,4 @@
-"""Checks of models: clipping must bound the influence of a sample on the model."""
+"""Checks that a model is fit for private training: clipping must bound a sample's influence."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ def check_model(model: nn.Module) -> None:
             normalization, and instance normalization with running statistics), for embeddings
             with rows that the forward pass writes (``max_norm``), and for a communication hook,
             except :func:`~comm_hooks.skip_hook`, which sends nothing.
-        ValueError: for complex or sharded parameters, and an engine of DeepSpeed.
+        ValueError: for complex or sharded parameters, and for a ``DeepSpeedEngine``.
 
     Not detected: modules of your own that mix samples.
 
@@ -107,9 +107,9 @@ def unchanged_buffers() -> Iterator[None]:
     }
     if changed:
         raise PrivacyError(
-            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. They "
-            "stay in the model, without noise. Use GroupNorm or LayerNorm, "
-            "track_running_stats=False, or eval() in the modules that have them"
+            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. These would "
+            "be published with the model, without noise. Use GroupNorm or LayerNorm, "
+            "track_running_stats=False, or eval() for the modules that have these buffers"
         )
 
 

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 NOT_PRIVATE = "the state was not saved by private training"
-UNCOUNTED = "and the ledger has"
+UNCOUNTED = "and the ledger has only"
 
 
 def sparse() -> Exchange:
