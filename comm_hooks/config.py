@@ -87,7 +87,7 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
 
 
 def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set ``options[path[0]][path[1]]...``; text found on the way becomes ``{"type": text}``."""
+    """Set ``options[path[0]][path[1]]...``; a name on the way becomes ``{"type": name}``."""
     first, *rest = path
     if not rest:
         options[first] = value
@@ -145,8 +145,8 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
     if name is None or (is_memory and name == "none"):
         if options:
             raise ValueError(
-                f"{', '.join(map(repr, options))} cannot be set: {kind} is {in_one_line(spec)}; "
-                f"options need a name: {', '.join(classes)}"
+                f"{kind}: {', '.join(map(repr, options))} cannot be set with {in_one_line(spec)}: "
+                f"give one of these by name: {', '.join(classes)}"
             )
         return None if name else spec
     if name not in classes:
@@ -171,7 +171,7 @@ def option_names(name: object) -> list[str]:
 
 
 def instead_of(missing: str, keys: Iterable[object]) -> str:
-    """Return a question about the most similar key for a message on a missing key, or no text."""
+    """Return the hint "did you mean" if one of ``keys`` is like the missing key, else no text."""
     similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
     return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""
 

@@ -144,7 +144,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as a DTensor sharded as that of ``part``; unchanged if it has none."""
+    """Return local ``value`` as a DTensor like that of ``part``; unchanged if ``part`` has none."""
     parameter: Any = whole(part)
     if parameter is part:
         return value
@@ -160,7 +160,7 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within this context, set ``grad`` of local shards to the local shard of the gradient.
+    """Within this context, set ``grad`` of local shards to the shard of their DTensor's gradient.
 
     Outside of it ``grad`` is the whole DTensor's gradient, so that ``GradScaler`` and
     ``clip_grad_norm_`` compute the same on all model-parallel ranks.  At its start the shards are
@@ -187,7 +187,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def nominal_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter; for a DTensor ``(n,)``, the elements of an equal shard.
+    """Return the shape of a parameter; for a DTensor ``(n,)``: elements / shards, rounded up.
 
     It is equal on all ranks, though their shards may differ by a row.
     """

@@ -104,7 +104,7 @@ class _View:
         self._has_warned = False
 
     def add_hooks(self, part: nn.Module, *, is_root: bool) -> None:
-        """Add hooks to a submodule: it saves the shared values, and loading replaces these."""
+        """Hook a submodule: saving takes the shared values, and loading sets the shared values."""
         rounds = self._rounds.round_state
         places: list[int] = []
         own: list[list[torch.Tensor] | None] = []
@@ -140,11 +140,7 @@ class _View:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
-        """Set parameters to this rank's values if ``is_training``, else to the shared values.
-
-        Returns:
-            Whether the parameters changed.
-        """
+        """Set parameters to this rank's or to the shared values; return whether they changed."""
         if is_training and self._shown is not None:
             self._close(self._rounds.round_state.overwritten)
             return True
@@ -168,7 +164,7 @@ class _View:
             self._close(self._rounds.parameters)
 
     def _close(self, kept: Sequence[torch.Tensor]) -> None:
-        """Leave the shared values: restore this rank's, except for the parameters in ``kept``."""
+        """Replace the shared values by this rank's, except for the parameters in ``kept``."""
         values = [(p.detach(), p.detach().clone()) for p in kept]
         shown, self._shown = self._shown, None
         assert shown is not None

@@ -11,7 +11,7 @@ Write = Callable[[Mapping[str, float], int], object]
 
 
 class HasStats(Protocol):
-    """An object with ``stats()``: a ``CompressionState``, ``Exchange``, ``LocalRounds``."""
+    """An object with ``stats()``: a ``CompressionState``, ``Exchange`` or ``LocalRounds``."""
 
     def stats(self) -> dict[str, float]: ...
 

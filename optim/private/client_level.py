@@ -133,7 +133,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Write a round to the ledger, and draw its clients: for each turn one or None per rank."""
+        """Write a round to the ledger; return its drawn clients: per turn one or None per rank."""
         if self._secret is None:
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
@@ -147,7 +147,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     @contextmanager
     def turn(self, client: int, inner: Optimizer, server: Optimizer) -> Iterator[None]:
-        """Return the context of a client's local steps, which checks that only its delta remains.
+        """Return the context of a client's local steps; check that only the client's delta remains.
 
         Raises:
             PrivacyError: at the end, if the steps have changed buffers (running statistics) or
@@ -161,9 +161,9 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             for name, value in _settings_in(group).items():
                 if old.get(name) != value:
                     raise PrivacyError(
-                        f"a client's steps have changed {name} from {old.get(name)} to {value}: "
-                        "the drawn clients would influence later clients' steps. Step learning "
-                        "rate schedulers between rounds, not in rounds.clients()"
+                        f"PrivateParticipation: a client's steps have changed {name} from "
+                        f"{old.get(name)} to {value}: the drawn clients would influence later "
+                        "clients' steps. Step learning rate schedulers between rounds"
                     )
 
     def check_step(self, *, is_scaled: bool) -> None:
@@ -239,7 +239,7 @@ class _PrivateCollection(Collection):
         return Aggregate(list(self.total.values()), {}, [], round(expected))
 
     def _send(self) -> list[torch.Tensor]:
-        """Exchange the last message of :meth:`add`; in :meth:`finish`, return the sum of all.
+        """Exchange the last message of :meth:`add`; in :meth:`finish`, return the noised sum.
 
         All messages of a round have the same random keys, so that a linear compressor applies one
         map to all of them, and the sum of payloads is the payload of the sum.

@@ -126,8 +126,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 have no rows.
 
         Raises:
-            PrivacyError: for any batch but the next drawn one, and after ``loss.backward()``, with
-                gradients that are discarded.
+            PrivacyError: for any batch but the next drawn one, and after ``loss.backward()`` (its
+                gradients are discarded).
         """
         self._raw.refuse()
         self._require_same_trained()
@@ -281,7 +281,7 @@ class _RawGradients:
 
 
 def releases_into(optimizer: Optimizer) -> Releases:
-    """Return the counts of releases on which the state of a private step's inner optimizer depends.
+    """Return the counts of releases on which the state of an inner optimizer depends.
 
     Raises:
         PrivacyError: if the optimizer has taken steps that were not private.

@@ -60,7 +60,7 @@ class Accountant(ABC):
 
     @abstractmethod
     def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
-        """Return epsilon for all steps, with their number by (noise multiplier, sample rate)."""
+        """Return epsilon for ``steps``: numbers of steps by (noise multiplier, sample rate)."""
 
 
 class RDPAccountant(Accountant):

@@ -224,7 +224,7 @@ class Ledger:
             warnings.warn(f"{message}, before the first step: nothing was released", stacklevel=3)
             return
         self._record(self._kind)
-        warnings.warn(f"{message}: it counts as released, which it was not", stacklevel=3)
+        warnings.warn(f"{message}: its step counts as released, but was not", stacklevel=3)
 
     def _read_header(self, line: bytes) -> None:
         try:
@@ -237,7 +237,7 @@ class Ledger:
         if found != _FORMAT:
             raise ValueError(
                 f"ledger {self.path}: its format is {found!r}; this version of comm-hooks reads "
-                f"{_FORMAT}"
+                f"{_FORMAT}: continue with the version that wrote the file"
             )
 
     def _read_steps(self, lines: Sequence[bytes]) -> None:
@@ -261,7 +261,7 @@ class Ledger:
             self._history.append(replace(kind, steps=len([*group])))
 
     def _sealed(self, before: bytes, after: bytes) -> bytes:
-        """Return the next line of the file: the seal between ``before`` and ``after``."""
+        """Return the next line, with its seal (see the class) between ``before`` and ``after``."""
         digest = hashlib.blake2b(self._seal + before + after, digest_size=8)
         self._seal = digest.hexdigest().encode()
         return before + self._seal + after + b"\n"

@@ -35,7 +35,7 @@ class Releases:
         >>> releases.check(None)
         Traceback (most recent call last):
         ...
-        comm_hooks.optim.private.errors.PrivacyError: the state was not saved by private training...
+        comm_hooks.optim.private.errors.PrivacyError: load_state_dict: the state was not saved...
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -63,16 +63,16 @@ class Releases:
         """
         if found is None:
             raise PrivacyError(
-                "the state was not saved by private training: it may hold gradients without noise, "
-                "which the next steps would release. Load a state that private training has saved; "
-                "moments of public data alone go into optimizer.inner"
+                "load_state_dict: the state was not saved by private training: it may hold "
+                "gradients without noise, which the next steps would release. Load a state that "
+                "private training has saved; load moments of public data into optimizer.inner"
             )
         others = {placement for placement, _ in _steps_in(found)} - {self._only}
         if others and self._only is not None:
             raise PrivacyError(
-                f"the state was saved with placement {sorted(others)[0]!r} and this is "
-                f"{self._only!r}: its residuals have another amount of noise. Begin with a new "
-                "Exchange without this state, or keep the placement"
+                f"load_state_dict: the state was saved with placement {sorted(others)[0]!r}, and "
+                f"the present one is {self._only!r}: residuals have another amount of noise. Begin "
+                "with a new Exchange without this state, or keep the placement"
             )
 
     def adopt(self, found: object) -> None:

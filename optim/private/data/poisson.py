@@ -230,7 +230,7 @@ def private_loader(
         kinds = (SequentialSampler, RandomSampler, DistributedSampler)
         if type(samplers[0]) is not BatchSampler or not isinstance(samplers[1], kinds):
             raise ValueError(
-                f"the data loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
+                f"data_loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
                 "which Poisson sampling would override: make the loader with batch_size and "
                 "shuffle alone; for a part of the dataset use torch.utils.data.Subset"
             )
@@ -246,7 +246,7 @@ def private_loader(
 
 
 class _Shard(Subset[Any]):
-    """A rank's share of a dataset; accepts an empty list of indices even if the dataset fails."""
+    """A rank's share of a dataset; accepts an empty list of indices, which datasets may refuse."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return super().__getitems__(indices) if indices else []

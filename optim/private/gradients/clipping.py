@@ -35,8 +35,8 @@ _SMALLEST_NORM = 1e-10
 class PublicTransform:
     """A transform of every sample's gradient g before it is clipped: g -> scale g + shift.
 
-    ``scale`` and ``shift`` must be computed from public data or from releases.  Each has one tensor
-    per trainable parameter, shaped like it.
+    ``scale`` and ``shift`` must be computed from public data or earlier releases.  Each has one
+    tensor per trainable parameter, shaped like it.
 
     Attributes:
         scale: the elementwise factors.

@@ -43,8 +43,8 @@ def check_model(model: nn.Module) -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
         raise ValueError(
-            "DeepSpeed averages raw gradients, where private training needs those of single "
-            "samples: train the engine's module without DeepSpeed"
+            "the model is a DeepSpeedEngine, which averages raw gradients; private training needs "
+            "those of single samples: train the engine's module without DeepSpeed"
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for what, names in (
@@ -74,8 +74,8 @@ def refuse_later_hooks(model: nn.Module) -> None:
 
 def _refuse_later_hook(state: object, hook: object) -> None:
     raise PrivacyError(
-        "this model is trained privately, and DDP averages nothing of it: a communication hook "
-        "would never be called. Give the exchange to make_private() instead"
+        "register_comm_hook: this model is trained privately, and DDP averages nothing: a "
+        "communication hook would never be called. Pass the exchange to make_private() instead"
     )
 
 

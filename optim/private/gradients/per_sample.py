@@ -204,11 +204,7 @@ class _Loss(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside ``DistributedDataParallel`` (DDP) and ``torch.compile``.
-
-    Raises:
-        ValueError: if a submodule alone is wrapped in DDP.
-    """
+    """Return the model inside DDP and ``torch.compile``; refuse submodules that are in DDP."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         is_ddp = isinstance(model, DistributedDataParallel)
         model = cast(nn.Module, model.module if is_ddp else model._orig_mod)

@@ -162,8 +162,8 @@ def judge(scheme: Scheme) -> Verdict:
     if scheme.feedback == "before_noise":
         _refuse(
             10,
-            "error feedback of clean gradients brings a sample back in steps in which it was not "
-            "drawn, which no accountant of sampled steps covers",
+            "error feedback of gradients without noise releases a sample in later steps in which "
+            "it was not drawn, which no accountant of sampled steps covers",
             "error feedback of noised gradients: placement 'central', 'shares' or 'local'",
         )
     variance = 1.0 if scheme.is_dense else None
@@ -188,8 +188,8 @@ def judge(scheme: Scheme) -> Verdict:
     if not scheme.is_linear:
         _refuse(
             8,
-            f"noise on the sum of clean gradients after {name}: one sample can change that sum by "
-            "much more than C",
+            f"noise on the sum of gradients compressed by {name}: one sample can change that sum "
+            "by much more than the clipping norm C",
             "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
             "count_sketch) with exempt_bits=32",
         )
@@ -210,8 +210,8 @@ def require_known_variance(optimizer: type, scheme: Scheme) -> None:
     if needs and judge(scheme).variance_of_sum is None:
         raise PrivacyError(
             f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
-            f"17) after {scheme.compressor}: its output is mostly zeros, or noise of another size. "
-            "Valid instead: no compressor, or DPAdam or DPMicroAdam"
+            f"17) after compression by {scheme.compressor}: elements are mostly zeros, or have "
+            "noise of another size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
         )
 
 
@@ -226,8 +226,8 @@ def _judge_client(scheme: Scheme) -> Verdict:
     if scheme.clipping != "message" and _norm_bound(scheme) > 1:
         _refuse(
             12,
-            f"a delta is clipped before {scheme.compressor}, which may make it longer",
-            "clip again on arrival: clipping='message'",
+            f"a client's delta is clipped before {scheme.compressor}, which may increase its norm",
+            "clip the message again on arrival: clipping='message'",
         )
     rule = 13 if scheme.is_linear and not scheme.is_dense else 11
     variance = 1.0 if scheme.is_dense else None

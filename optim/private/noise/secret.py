@@ -99,7 +99,7 @@ class Stream:
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def draw(self, count: int, rate: float) -> list[int]:
-        """Return a random subset of ``range(count)``, each number with probability ``rate``.
+        """Return a random subset of ``range(count)``: each number with probability ``rate``.
 
         The probability is rounded down to a multiple of 2^-53, never up: less is more private.
         """

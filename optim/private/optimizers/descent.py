@@ -315,7 +315,7 @@ def in_order(
     parameters, names = parameters_of(groups), names_of(groups)
     require_kind(optimizer, what, values, Mapping)
     if not all("param_names" in group for group in groups):
-        raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
+        raise ValueError(f"{owner}: {what} goes by names: pass model.named_parameters() as params")
     for name in values:
         if name not in names:
             raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")

@@ -27,7 +27,8 @@ class MomentsOptimizer(Descent):
     ) -> Tensors:
         """Replace corrected second moments v / (1 - beta2^t), ``seconds``, by the step's divisors.
 
-        A step is m / (1 - beta1^t) over the divisor; ``steps`` holds t for each of ``members``.
+        The step is m / (1 - beta1^t) over the divisor, m being the first moment; ``steps`` holds t
+        for each parameter in ``members``.
         """
         torch._foreach_sqrt_(seconds)
         torch._foreach_add_(seconds, group["eps"])
