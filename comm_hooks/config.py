@@ -1,4 +1,4 @@
-"""Make compressors and memories from names and options, as in JSON or on the command line."""
+"""Make compressors and error-feedback memories from names and options (JSON, command line)."""
 
 import difflib
 import inspect
@@ -34,24 +34,24 @@ MEMORIES: dict[str, type[Memory]] = {
 
 
 Spec = str | Mapping[str, Any]
-"""A specification: ``"name:option=value"`` or ``{"type": name, option: value}``."""
+"""A compressor or memory: ``"name:option=value"`` or ``{"type": name, option: value}``."""
 
 
 def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of a specification.
+    """Return the name and the options in the specification of a compressor or memory.
 
     A specification is the text ``name:option=value:option=value`` or the mapping
-    ``{"type": name, option: value}``.  A value of the text is ``true``, ``false``, ``none``, a
+    ``{"type": name, option: value}``.  A value in the text is ``true``, ``false``, ``none``, a
     number, a fraction such as ``1/64``, or else a word.  An option with a dot is an option of the
-    memory or compressor before the dot: ``memory=error_feedback:memory.bits=4``.
+    memory or compressor named before the dot: ``memory=error_feedback:memory.bits=4``.
 
     Args:
         spec: the specification.
-        kind: the kind of the specified object, for messages.
+        kind: the name of the specified object in error messages, such as ``"compressor"``.
 
     Raises:
-        ValueError: for text or a mapping without a name, for an option without a value, and for
-            anything else than text and mappings.
+        ValueError: for a mapping without a name under ``"type"``, for an option in the text without
+            a key or a value, and for a specification that is neither text nor a mapping.
 
     Example::
 
@@ -64,8 +64,8 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
         options = {str(key): value for key, value in spec.items() if key != "type"}
         if "type" not in spec:
             raise ValueError(
-                f"{kind} as a mapping needs its name under 'type'; got only "
-                f"{', '.join(map(repr, options)) or 'an empty one'}{instead_of('type', options)}"
+                f"{kind} as a mapping needs its name under 'type'; it has "
+                f"{', '.join(map(repr, options)) or 'no keys'}{instead_of('type', options)}"
             )
         name = spec["type"]
     elif isinstance(spec, str):
@@ -87,7 +87,7 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
 
 
 def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the nested option at a path; a name on the way becomes the ``type`` of a mapping."""
+    """Set ``options[path[0]][path[1]]...``; a name on the way becomes ``{"type": name}``."""
     first, *rest = path
     if not rest:
         options[first] = value
@@ -111,19 +111,20 @@ def _parse_value(text: str) -> Any:
 
 
 def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **options: Any) -> Any:
-    """Return the compressor or memory of a specification; objects and None are returned as such.
+    """Return the compressor or error-feedback memory of a specification.
 
     Args:
-        kind: ``"compressor"``; ``"downlink"``, the compressor of the means; or ``"memory"``.
+        kind: ``"compressor"``; ``"downlink"``, the compressor of the means that owners of shards
+            send; or ``"memory"``.
         spec: see :func:`parse_spec`, with a key of :data:`COMPRESSORS` or :data:`MEMORIES` for a
-            name.  A memory may be ``"auto"``, error feedback where the compressor is biased and
-            tolerates it, or ``"none"``.
-        compressor: the compressor that a memory works with, for ``"auto"``.
-        options: more options of the compressor or memory.
+            name; or the object or None, which is returned unchanged.  A memory may be ``"none"``,
+            or ``"auto"``: error feedback if the compressor is biased and tolerates it.
+        compressor: the compressor that a memory works with; required for ``"auto"``.
+        options: more options of the compressor or memory; they override those in ``spec``.
 
     Raises:
-        ValueError: for an unknown name or option, with the nearest known one, and for values that
-            the class refuses.
+        ValueError: for an unknown name or option (the message suggests the nearest known one), for
+            option values out of range, and for options without a name.
 
     Example::
 
@@ -144,8 +145,8 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
     if name is None or (is_memory and name == "none"):
         if options:
             raise ValueError(
-                f"{', '.join(map(repr, options))} cannot be set: {kind} is {in_one_line(spec)}, "
-                f"not one of {', '.join(classes)} by name"
+                f"{kind}: {', '.join(map(repr, options))} cannot be set with {in_one_line(spec)}: "
+                f"give one of these by name: {', '.join(classes)}"
             )
         return None if name else spec
     if name not in classes:
@@ -155,7 +156,7 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
 
 
 def check_options(owner: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``ValueError`` for the first unknown option, with the nearest known one."""
+    """Raise ``ValueError`` for an option that is not in ``known``, and suggest the nearest one."""
     known = list(known)
     for option in options:
         if option not in known:
@@ -170,13 +171,13 @@ def option_names(name: object) -> list[str]:
 
 
 def instead_of(missing: str, keys: Iterable[object]) -> str:
-    """Return the end of a message about a missing key: a hint to a similar key, if there is one."""
+    """Return the hint "did you mean" if one of ``keys`` is like the missing key, else no text."""
     similar = difflib.get_close_matches(missing, map(str, keys), n=1, cutoff=0.6)
     return f". There is {similar[0]!r}: did you mean {missing!r}?" if similar else ""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return an error message about an unknown name, with the nearest known name."""
+    """Return an error message about an unknown name, with the nearest and all known names."""
     known = list(known)
     written = name if isinstance(name, str) else in_one_line(name)
     nearest = difflib.get_close_matches(written, known, n=1, cutoff=0.5)

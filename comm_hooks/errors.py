@@ -1,4 +1,4 @@
-"""The errors of this library that are not plain ``ValueError``."""
+"""The exception classes of this library."""
 
 
 class ConfigMismatchError(RuntimeError):
@@ -10,16 +10,16 @@ class ConfigMismatchError(RuntimeError):
 
 
 class PayloadError(ValueError):
-    """A payload is damaged, cut short, or of another round.
+    """A payload, one rank's compressed message, is damaged, cut short, or of another step.
 
-    Raised before decoding, so that no gradient is wrong: on all ranks if ranks differ, on the
-    receiver if a payload was damaged.  The message names the rank and the reason.
+    Raised before decoding, so that no wrong gradient is used: on all ranks if their steps or
+    settings differ, on the receiver if a payload was damaged.  The message names rank and reason.
     """
 
 
 class PeerError(RuntimeError):
     """A collective failed because another rank has ended, is stopped, or came too late.
 
-    Raised on every remaining rank.  The message names the ranks at fault.  The step was not taken,
-    and the process group cannot be used any more: end the process, and resume from a checkpoint.
+    Raised on every remaining rank.  The message names the ranks at fault.  No step was
+    taken.  The process group cannot be used any more: end the process, resume from a checkpoint.
     """

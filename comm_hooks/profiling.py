@@ -1,14 +1,14 @@
-"""Names of the ranges that ``torch.profiler`` shows of an exchange.
+"""Names of the ranges that ``torch.profiler`` shows for an exchange of gradients.
 
-On a GPU a range shows when work was queued, and its kernels are below it in the timeline.  On gloo
-the exchange of a hook runs in a thread of its own, which the profiler must be told to record
-(``docs/tracking.md``).
+On a GPU a range shows when work was queued; its kernels are below it in the timeline.  On gloo the
+exchange of a DDP hook runs in a separate thread, which the profiler records only with the settings
+in ``docs/tracking.md``.
 """
 
 from torch.profiler import record_function
 
 COMPRESS = "comm_hooks::compress"
-"""The range of encoding vectors into payloads, the memory included."""
+"""The range of encoding vectors into payloads, including error feedback."""
 SEND = "comm_hooks::send"
 """The range of a collective, from its start to its end; on a GPU: until it is queued."""
 WAIT = "comm_hooks::wait"

@@ -1,8 +1,8 @@
 """Random numbers that are equal on all ranks without communication.
 
-Everything random in a round is a pure function of a *key*, an unsigned 64-bit integer derived from
-(seed, step, parameter name).  The numbers come from a counter-based generator (SplitMix64, Steele,
-Lea & Flood, OOPSLA 2014): no state to save, and equal on every platform and library version.
+Every random number of an exchange is a pure function of a *key*, an unsigned 64-bit integer derived
+from (seed, step, parameter name).  The numbers come from a counter-based generator (SplitMix64,
+Steele, Lea & Flood, OOPSLA 2014): no state to save, and equal on every platform and version.
 (NumPy documents such a guarantee for its bit generators, but not for the distributions of its
 ``Generator``; ``torch.Generator`` has none.)
 """
@@ -22,7 +22,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 _PIECE = 1 << 14
 
 Keys = Sequence[int] | npt.NDArray[np.uint64]
-"""Random keys, one per row: integers, or an array (n,)."""
+"""Random keys, one per vector to compress: 64-bit integers, or an array (n,)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Draw:
     """The source of a compressor's random numbers: equal arguments give equal numbers.
 
     Args:
-        keys: the random keys, one for each row, the same on all ranks.
+        keys: the random keys, one for each vector to compress, the same on all ranks.
         rank, world_size: the sender's rank and the number of ranks, for compressors that use them.
     """
 
@@ -72,11 +72,11 @@ def _name_hashes(names: tuple[str, ...]) -> npt.NDArray[np.uint64]:
 
 
 def derive_key(seed: int, step: int, name: str) -> int:
-    """Return the key of one parameter in one round.
+    """Return the random key of one parameter in one round of the exchange.
 
     Args:
         seed: the user's seed, equal on all ranks.
-        step: the round, counted from 0.
+        step: the number of the round, from 0.
         name: the parameter's fully qualified name.
 
     Example::
@@ -90,7 +90,7 @@ def derive_key(seed: int, step: int, name: str) -> int:
 
 
 def derive_keys(seed: int, step: int, names: tuple[str, ...]) -> npt.NDArray[np.uint64]:
-    """Return the :func:`derive_key` of each parameter, (len(names),)."""
+    """Return :func:`derive_key` of each parameter name, as an array (len(names),)."""
     return _mix64(_name_hashes(names) ^ np.uint64(_round_key(seed, step)))
 
 
@@ -106,12 +106,12 @@ def as_array(keys: Keys) -> npt.NDArray[np.uint64]:
 
 
 def fork(keys: Keys, stream: int) -> npt.NDArray[np.uint64]:
-    """Return keys of an independent random stream, for instance one for signs, or for a rank."""
+    """Return new keys for random numbers of stream ``stream``, independent of other streams."""
     return fork_all(keys, range(stream, stream + 1))[0]
 
 
 def fork_all(keys: Keys, streams: range) -> npt.NDArray[np.uint64]:
-    """Return :func:`fork` of each of ``streams``: (len(streams), len(keys))."""
+    """Return :func:`fork` for each stream number, as an array (len(streams), len(keys))."""
     salts = _mix64(np.arange(streams.start + 1, streams.stop + 1, dtype=np.uint64))
     return _mix64(as_array(keys) ^ salts[:, None])
 
@@ -147,9 +147,9 @@ def random_below(
 def stratified_indices(
     keys: Keys, numel: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Draw one index from each of ``count`` strata of ``range(numel)``, equal up to one element.
+    """Draw one index from each of ``count`` strata: runs of ``range(numel)`` of nearly equal size.
 
-    A subset without replacement at O(count) cost, where a random permutation costs O(numel).  An
+    The indices are distinct, at a cost of O(count), where a random permutation costs O(numel).  An
     index of stratum j is drawn with probability exactly ``1 / sizes[j]``.
 
     Returns:

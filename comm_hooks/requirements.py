@@ -28,7 +28,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
-    """Raise ``ValueError`` about an argument of ``owner``, a name or an object of the class."""
+    """Raise ``ValueError`` for an argument of ``owner``: a function's name, or a class instance."""
     who = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{who}: {name} {requirement}, got {in_one_line(value)}{why}")
 
@@ -74,7 +74,7 @@ def require_positive(owner: object, name: str, value: int) -> None:
 
 
 def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer; ``what``: the words in the message."""
+    """Raise ``ValueError`` unless ``value`` is an integer; the message describes it as ``what``."""
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(owner, name, f"must be {what}", value)
 
@@ -90,7 +90,7 @@ def require_dense_floats(tensor: torch.Tensor) -> None:
     require_whole(tensor)
     if not tensor.is_floating_point() or tensor.is_sparse:
         raise ValueError(
-            f"gradients must be dense and of a floating-point dtype to be compressed, got "
+            "Exchange: gradients must be dense and of a floating-point dtype to be compressed, got "
             f"{tensor.dtype} ({tensor.layout})"
         )
 
@@ -99,7 +99,7 @@ def require_whole(tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` for a DTensor of FSDP2 or tensor parallelism."""
     if hasattr(tensor, "device_mesh"):
         raise ValueError(
-            "a DTensor (FSDP2, tensor parallelism) is in parts on several ranks and cannot be "
-            "exchanged: give comm_hooks.shards.local_shards(model.named_parameters()), and an "
-            "exchange between ranks that hold the same parts"
+            "Exchange: a DTensor (FSDP2, tensor parallelism) is sharded over ranks and cannot be "
+            "exchanged: pass comm_hooks.shards.local_shards(model.named_parameters()) instead, and "
+            "an exchange between the ranks that hold the same shards"
         )

@@ -1,4 +1,4 @@
-"""Local parts of sharded parameters (DTensors), for optimizers that exchange them."""
+"""Local shards of parameters that are DTensors, for optimizers that exchange them."""
 
 import contextlib
 import math
@@ -13,17 +13,17 @@ _grad: Any = torch.Tensor.grad
 
 
 def local_shards(params: Any) -> Any:
-    """Return parameters with each DTensor replaced by its local part.
+    """Return parameters with each DTensor replaced by its local shard.
 
-    FSDP2 and tensor parallelism divide a parameter as a DTensor.  Ranks that hold the same part
-    exchange it as an ordinary tensor.  The part shares the memory of the DTensor, and its gradient;
-    during a step it has the local part of the gradient (:func:`local_gradients`).
+    FSDP2 and tensor parallelism shard a parameter as a DTensor.  Ranks that hold the same shard
+    exchange it as an ordinary tensor.  The shard shares the memory of the DTensor.  Its ``grad`` is
+    the DTensor's; during a step it is that gradient's local shard (:func:`local_gradients`).
 
     Args:
         params: parameters, named parameters or parameter groups, as optimizers take them.
 
     Returns:
-        The same structure with local parts, which may have no elements.
+        The same structure with local shards, which may have no elements.
 
     Example::
 
@@ -49,13 +49,13 @@ def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> N
 
     Args:
         owner: the optimizer; its class is named in the message.
-        parameters: the parameters of the model, or this rank's parts of them.
+        parameters: the parameters of the model, or this rank's shards of them.
     """
     wholes = [whole(parameter) for parameter in parameters]
     if any(map(is_sharded, wholes)) and not any(map(is_held_by_all, wholes)):
         raise ValueError(
             f"{type(owner).__name__}: its parameters have too few rows for the ranks that they are "
-            "sharded over, so that some ranks hold nothing: shard them over fewer ranks"
+            "sharded over, so that some ranks hold no elements: shard them over fewer ranks"
         )
 
 
@@ -71,11 +71,11 @@ def _parts(members: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Part(nn.Parameter):
-    """The local part of a DTensor.
+    """The local shard of a DTensor, as an ordinary parameter.
 
     Attributes:
         whole: the DTensor.
-        is_local: whether :attr:`grad` is the gradient of this part; else it is the DTensor's.
+        is_local: whether :attr:`grad` is the gradient of this shard; else it is the DTensor's.
     """
 
     whole: Any
@@ -125,7 +125,7 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
     """Return the process groups of this rank over which the model is sharded.
 
     Args:
-        parameters: the parameters of the model, or this rank's parts of them, on one mesh.
+        parameters: the parameters of the model or their local shards, on one device mesh.
     """
     for parameter in map(whole, parameters):
         if is_sharded(parameter):
@@ -139,12 +139,12 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the DTensor of a local part; other tensors are returned as they are."""
+    """Return the DTensor of a local shard; return any other tensor unchanged."""
     return parameter.whole if isinstance(parameter, _Part) else parameter
 
 
 def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a local value as a DTensor like that of ``part``; as it is if there is none."""
+    """Return local ``value`` as a DTensor like that of ``part``; unchanged if ``part`` has none."""
     parameter: Any = whole(part)
     if parameter is part:
         return value
@@ -160,14 +160,14 @@ def like_whole(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within this context, local parts have the local gradient of their DTensors.
+    """Within this context, set ``grad`` of local shards to the shard of their DTensor's gradient.
 
-    Outside of it their gradient is the whole DTensor's, so that ``GradScaler`` and
-    ``clip_grad_norm_`` compute the same on all model-parallel ranks.  The memory of the parts is
-    renewed at the beginning, as FSDP may have moved it.
+    Outside of it ``grad`` is the whole DTensor's gradient, so that ``GradScaler`` and
+    ``clip_grad_norm_`` compute the same on all model-parallel ranks.  At its start the shards are
+    set to the present memory of their DTensors, which FSDP may have moved.
 
     Args:
-        parameters: parts and ordinary parameters.
+        parameters: local shards and ordinary parameters.
     """
     entered = [p for p in parameters if isinstance(p, _Part) and not p.is_local]
     for part in entered:
@@ -187,9 +187,9 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def nominal_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter; for a DTensor ``(n,)``, the size of an even part.
+    """Return the shape of a parameter; for a DTensor ``(n,)``: elements / shards, rounded up.
 
-    It is equal on all ranks, though their parts may differ by a row.
+    It is equal on all ranks, though their shards may differ by a row.
     """
     if not is_sharded(parameter):
         return tuple(parameter.shape)

@@ -1,6 +1,6 @@
-"""Let evaluation mode and ``state_dict()`` show the model that all ranks of rounds share.
+"""Make ``eval()`` and ``state_dict()`` of a model use the values that all ranks share.
 
-Between exchanges each rank trains a model of its own.
+With an optimizer of local steps (``LocalRounds``), ranks have different values between exchanges.
 """
 
 import functools
@@ -17,26 +17,26 @@ from comm_hooks.warnings import warn_program
 
 
 def attach_shared_model(module: nn.Module, rounds: Any) -> None:
-    """Let evaluation mode and ``state_dict()`` of a module show the model that ranks share.
+    """Make ``eval()`` and ``state_dict()`` of a module use the values that all ranks share.
 
-    1. ``module.eval()`` puts the shared values in place of this rank's, ``module.train()`` puts
-       this rank's values back, except for parameters that were written to in between; the rounds
-       refuse a step in evaluation mode.  The same holds for submodules that hold all of the
-       parameters, such as a model inside of one that returns its loss;
-    2. ``module.state_dict()``, also of any part, returns copies of the shared values in either
-       mode;
-    3. after ``module.load_state_dict()``, also of any part, the rounds go on from the loaded
-       values.
+    1. ``module.eval()`` replaces this rank's values of the parameters by the shared values,
+       ``module.train()`` restores this rank's values, except for parameters that were written to
+       in between; ``rounds`` refuses a step in evaluation mode.  The same holds for submodules
+       that hold all of the parameters, such as a model inside a module that returns its loss;
+    2. ``module.state_dict()``, and that of any submodule, returns copies of the shared values in
+       either mode;
+    3. after ``module.load_state_dict()``, or that of any submodule, local steps continue from the
+       loaded values.
 
-    Where something else has written to parameters since the last step, the written values count as
-    progress of this rank, with a warning, and the first two items do nothing.
+    If other code has written to parameters since the last step, the written values count as
+    progress of this rank, with a warning, and items 1 and 2 have no effect.
 
-    A copy or pickle of the model is a plain model with its present values.  Rounds that were
-    attached before are detached; a model in evaluation mode keeps the values that it shows.
+    A copy or pickle of the module is a plain module with the present values.  Optimizers that were
+    attached before are detached; a module in evaluation mode keeps its present values.
 
     Args:
-        module: the module with the parameters of the rounds, without a wrapper, so that ``train()``
-            of any of its wrappers reaches it.
+        module: the module with the parameters of ``rounds``, without a wrapper: ``train()`` of a
+            wrapper calls that of the module.
         rounds: :class:`~comm_hooks.optim.LocalRounds` over parameters of the module.
 
     Example::
@@ -72,11 +72,11 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
 
 
 def show_model(module: nn.Module, *, shared: bool) -> None:
-    """Put the shared values, or this rank's own values, into a module without changing its mode.
+    """Set a module's parameters to the shared or to this rank's values, and keep its mode.
 
-    As ``module.eval()`` and ``module.train()`` do.  For frameworks that restore the mode of each
-    module without calling ``train()``, or that begin a stage by sending rank 0's parameters to all.
-    Nothing happens if the model is not one of rounds.
+    For frameworks that restore the mode of modules without calling ``train()``, or that begin a
+    stage by sending rank 0's parameters to all ranks.  Has no effect on a module that was not
+    passed to :func:`attach_shared_model`.
 
     Example::
 
@@ -95,7 +95,7 @@ def show_model(module: nn.Module, *, shared: bool) -> None:
 
 
 class _View:
-    """Switches the parameters of a module between this rank's values and the shared values."""
+    """A switch of a module's parameters between this rank's values and the shared values."""
 
     def __init__(self, rounds: Any) -> None:
         self._hooks: list[Any] = []
@@ -104,7 +104,7 @@ class _View:
         self._has_warned = False
 
     def add_hooks(self, part: nn.Module, *, is_root: bool) -> None:
-        """Let a part of the model save the shared values, and load values into the rounds."""
+        """Hook a submodule: saving takes the shared values, and loading sets the shared values."""
         rounds = self._rounds.round_state
         places: list[int] = []
         own: list[list[torch.Tensor] | None] = []
@@ -135,12 +135,12 @@ class _View:
         ]
 
     def check(self, *_: object) -> None:
-        """Warn before a step if something else has written to the parameters."""
+        """Warn before a step if code other than the optimizer has written to the parameters."""
         if self._shown is None and self._rounds.round_state.model.is_written_to:
             self._warn()
 
     def switch(self, is_training: bool) -> bool:
-        """Show this rank's values or the shared ones; return whether the parameters changed."""
+        """Set parameters to this rank's or to the shared values; return whether they changed."""
         if is_training and self._shown is not None:
             self._close(self._rounds.round_state.overwritten)
             return True
@@ -154,7 +154,7 @@ class _View:
         return True
 
     def end(self) -> None:
-        """Detach the rounds from the modules, which keep their present values."""
+        """Remove all hooks from the modules; their parameters keep the present values."""
         for hook in self._hooks:
             hook.remove()
         for part in [part for part, view in _VIEWS.items() if view is self]:
@@ -164,7 +164,7 @@ class _View:
             self._close(self._rounds.parameters)
 
     def _close(self, kept: Sequence[torch.Tensor]) -> None:
-        """Put this rank's values back, but keep the present values of the parameters ``kept``."""
+        """Replace the shared values by this rank's, except for the parameters in ``kept``."""
         values = [(p.detach(), p.detach().clone()) for p in kept]
         shown, self._shown = self._shown, None
         assert shown is not None
@@ -176,7 +176,7 @@ class _View:
     def values(self) -> dict[int, torch.Tensor]:
         """Return copies of the shared values by ``id()`` of the parameter.
 
-        Empty if something else has written to the parameters.
+        Empty if code other than the optimizer has written to the parameters.
         """
         if self._rounds.round_state.model.is_written_to:
             self._warn()
@@ -188,19 +188,20 @@ class _View:
         if self._rounds.steps and not self._has_warned:
             self._has_warned = True
             warn_program(
-                "parameters were written to after the last step, by something other than the "
-                "optimizer and load_state_dict(): that counts as progress of this rank, and until "
-                "the next step evaluation mode and state_dict() show this rank's values. If all "
-                "ranks have set the same values, call restart() of the rounds",
+                f"{type(self._rounds).__name__}: parameters were written to after the last step by "
+                "code other than the optimizer and load_state_dict(). The new values count as "
+                "progress of this rank; until the next step, eval() and state_dict() use them "
+                "instead of the shared values. If all ranks have written the same values, call "
+                "restart() of this optimizer",
             )
 
 
 _VIEWS: WeakKeyDictionary[nn.Module, _View] = WeakKeyDictionary()
-"""The view that each module shows."""
+"""The :class:`_View` of each module with an optimizer of local steps."""
 
 
 class _Train:
-    """Replaces ``train()`` of a module, which ``eval()`` and the wrappers' ``train()`` call."""
+    """A replacement for ``train()`` of a module, which ``eval()`` and wrappers call, too."""
 
     def __init__(self, module: nn.Module, view: _View) -> None:
         self._module = module
@@ -211,7 +212,7 @@ class _Train:
         return type(self._module).train(self._module, mode)
 
     def show(self, own: bool) -> None:
-        """Show this rank's own values, or else the shared values."""
+        """Set the parameters to this rank's values if ``own``, else to the shared values."""
         if self._view.switch(own):
             for module in self._module.modules():
                 if reshard := getattr(module, "reshard", None):
@@ -222,7 +223,7 @@ class _Train:
 
 
 class _Hook:
-    """A hook of one module: a copy of the module has one that does nothing."""
+    """A hook of one module; in a copy or pickle of the module it does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function

@@ -11,30 +11,29 @@ Write = Callable[[Mapping[str, float], int], object]
 
 
 class HasStats(Protocol):
-    """A ``CompressionState``, an ``Exchange``, ``LocalRounds``: anything with ``stats()``."""
+    """An object with ``stats()``: a ``CompressionState``, ``Exchange`` or ``LocalRounds``."""
 
     def stats(self) -> dict[str, float]: ...
 
 
 class StatsLogger:
-    """Writes a state's ``stats()`` every few steps.
+    """A logger that writes ``stats()`` of an exchange every few steps.
 
     A record has the values of ``stats()``; ``sent_per_step``, the bytes that this rank sent per
-    step since the last record; and ``seconds`` since the logger was made.  It reads one number back
-    from the device, the norm of the residual.
+    step since the last record; and ``seconds`` since the logger was made.  Each record copies one
+    number from the device, the norm of the residuals.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange` or
-            :class:`~comm_hooks.optim.LocalRounds`; restore it first.
+            :class:`~comm_hooks.optim.LocalRounds`; load its checkpoint before.
         writer: a TensorBoard ``SummaryWriter``; a W&B run; a Lightning logger, or the module
             ``mlflow``; a function of ``(values, step)``; the path of a file to which a line of JSON
-            per record is added; or None, for :meth:`line` alone.  Give one to rank 0 only.
+            per record is added; or None, for :meth:`line` alone.  Pass a writer on rank 0 only.
         every: the number of steps between records.
-        prefix: the prefix of the names in TensorBoard, W&B, MLflow and Lightning; a file has the
-            bare names.
+        prefix: the prefix of the names of the values; a file has the names without it.
 
     Raises:
-        ValueError: for a writer that is none of these, and for ``every`` below 1.
+        ValueError: for a writer of another kind, and for ``every`` below 1.
 
     Example::
 
@@ -57,7 +56,7 @@ class StatsLogger:
         prefix: str = "comm_hooks/",
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"StatsLogger: every is a number of steps from 1, got {every!r}")
+            raise ValueError(f"StatsLogger: every must be an integer from 1, got {every!r}")
         self.state = state
         self.every = every
         self.prefix = "" if isinstance(writer, (str, PathLike)) else prefix
@@ -70,7 +69,7 @@ class StatsLogger:
         """Write a record if ``step`` is a multiple of ``every``.
 
         Args:
-            step: the training loop's own count.
+            step: the number of the training step.
             metrics: more values for the record, such as ``loss``.
         """
         if step % self.every == 0:
@@ -87,7 +86,7 @@ class StatsLogger:
         self._write({**metrics, **{self.prefix + k: v for k, v in values.items()}}, step)
 
     def collect(self) -> dict[str, float]:
-        """Return the values of a new record by name; see the class."""
+        """Return the values of a record by name, and begin the interval of the next record."""
         stats = self.state.stats()
         steps = stats["steps"] - self._last["steps"]
         sent = stats["bytes_sent"] - self._last["bytes_sent"]
@@ -96,7 +95,7 @@ class StatsLogger:
         return {**stats, "seconds": time.perf_counter() - self._start}
 
     def line(self) -> str:
-        """Return the last record as one line, for a progress bar; empty before the first."""
+        """Return the last record as one line, for a progress bar; empty before the first record."""
         return self._line
 
 

@@ -4,9 +4,9 @@ from torch import Tensor, device
 
 
 def to_device(values: Tensor, target: device) -> Tensor:
-    """Return a copy of CPU values on a device, queued behind the device's earlier work.
+    """Return a copy of a CPU tensor on a device, without waiting for the device's earlier work.
 
-    Values are pinned first: copying from other memory, a driver may wait for the earlier work.
+    The tensor is pinned first: a copy from pageable memory may wait for that work.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Warn at a line of the user's program, and warn of compressors that mislead Adam."""
+"""Warnings that point to the user's program, and warnings of compressors that harm Adam."""
 
 import sys
 import sysconfig
@@ -27,7 +27,7 @@ _ADAPTIVE = ("adam", "amsgrad", "lamb", "rmsprop", "adagrad", "adafactor")
 
 
 def warn_program(message: str) -> None:
-    """Warn at the innermost line of the call stack that belongs to no library.
+    """Issue a warning that points to the innermost line of the call stack outside of libraries.
 
     The depth of the stack varies: a learning rate scheduler, Accelerate and a trainer may stand
     between the program and the step, and some of them filter warnings at each other's lines.
@@ -39,9 +39,9 @@ def warn_program(message: str) -> None:
 
 
 def misleads(compressor: Compressor, optimizer: Optimizer) -> str | None:
-    """Return the reason why a compressor misleads an optimizer; None if it does not.
+    """Return the reason why compressed gradients harm an optimizer; None if they do not.
 
-    Concerns optimizers that divide by a second moment of the compressed gradients; measured with
+    Harmed are optimizers that divide by a second moment of the compressed gradients; measured with
     Adam in ``docs/results.md``.
     """
     # The wrapper of a framework has its own name or derives from the optimizer.
@@ -51,29 +51,29 @@ def misleads(compressor: Compressor, optimizer: Optimizer) -> str | None:
     if any("freeze_step" in group for group in optimizer.param_groups):
         return None  # the second moment is constant before compression begins
     if _is_sparse(compressor):
-        return "elements arrive in pulses, which its second moment takes for noise"
+        return "each element arrives in rare pulses, which its second moment takes for noise"
     if isinstance(compressor, Sign):
         return "signs erase the magnitudes that its second moment adapts to"
     return None
 
 
 def warn_if_misled(compressor: Compressor, optimizer: Optimizer) -> None:
-    """Warn if compressed gradients mislead an optimizer; see :func:`misleads`."""
+    """Warn if compressed gradients harm an optimizer; see :func:`misleads`."""
     if reason := misleads(compressor, optimizer):
         warn_program(
             f"{type(compressor).__name__} in front of {type(optimizer).__name__} can end worse "
-            f"than no exchange at all: {reason}. comm_hooks.optim.low_communication, or "
-            "LocalVarianceAdam with this compressor, divides before it exchanges"
+            f"than no exchange at all: {reason}. Use comm_hooks.optim.low_communication, or "
+            "LocalVarianceAdam with this compressor, which exchange after the division"
         )
 
 
 _compressors: Any = WeakIdKeyDictionary()
-"""The compressor of each parameter that no optimizer has stepped yet."""
+"""The compressor of each parameter that no optimizer has updated yet."""
 _handles: list[object] = []
 
 
 def warn_at_first_step(compressor: Compressor, parameters: Iterable[torch.Tensor]) -> None:
-    """Warn once, at an optimizer's first step of the parameters, if it is misled."""
+    """Warn at the first optimizer step of the parameters if the compressor harms that optimizer."""
     if _is_sparse(compressor) or isinstance(compressor, Sign):
         _compressors.update(dict.fromkeys(parameters, compressor))
         if not _handles:
@@ -91,5 +91,5 @@ def _check(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _is_sparse(compressor: Compressor) -> bool:
-    """Return whether a compressor leaves most elements to later steps."""
+    """Return whether a compressor sends less than half of the elements in one step."""
     return isinstance(compressor, _SPARSE) and getattr(compressor, "density", 0.0) < _DENSE

@@ -133,7 +133,7 @@ def test_what_is_written_in_evaluation_mode_costs_no_other_progress() -> None:
         for value, before, parameter in zip(weights(model), own, model.parameters(), strict=True):
             expected = torch.full_like(before, 7.0) if parameter is model[2].bias else before
             assert torch.equal(value, expected)
-        with pytest.warns(UserWarning, match="that counts as progress of this rank"):
+        with pytest.warns(UserWarning, match="count as progress of this rank"):
             take_steps(model, rounds, range(3, 4), transport.rank)
 
     check(Simulated(1)[0], *trained(Simulated(1)[0]))

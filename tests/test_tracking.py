@@ -137,7 +137,7 @@ def test_an_exchange_can_be_watched() -> None:
 
 def test_bad_intervals_and_writers_are_refused() -> None:
     for every in (0, 2.0, True):
-        with pytest.raises(ValueError, match=f"every is a number of steps from 1, got {every!r}"):
+        with pytest.raises(ValueError, match=f"every must be an integer from 1, got {every!r}"):
             StatsLogger(Counting(), every=every)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"writer must be a SummaryWriter, .*, got 17"):
         StatsLogger(Counting(), 17)

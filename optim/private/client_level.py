@@ -34,26 +34,27 @@ from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.requirements import require_positive, require_within
 
 _PLACE = "clients"
-"""The placement of the noise in the ledger's entries."""
+"""The name of this placement of the noise in the ledger."""
 
 
 @dataclass
 class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
-    r"""Draws the clients of a round in secret, and adds noise to the sum of their messages.
+    r"""Secret sampling of the clients of a round of local steps, with noise on their messages' sum.
 
     Takes the place of :class:`~comm_hooks.optim.Participation` in
-    :class:`~comm_hooks.optim.LocalRounds` and its kinds SAFL and FedAvg.  With
-    n = ``clients``, q = ``sample_rate``, C = ``max_norm``, sigma = ``noise_multiplier``, a round:
+    :class:`~comm_hooks.optim.LocalRounds` and its subclasses SAFL and FedAvg.  A client's delta is
+    its parameters at the start of the round minus those at its end.  With n = ``clients``,
+    q = ``sample_rate``, C = ``max_norm``, sigma = ``noise_multiplier``, a round has these steps:
 
-    1. every client is drawn with probability q, independently, from a secret of the ranks;
-    2. each sends its compressed delta (any error feedback is allowed: it stays with the client);
+    1. every client is drawn with probability q, independently, from a secret that ranks share;
+    2. each drawn client sends its compressed delta (residuals of error feedback stay with it);
     3. every message is decompressed and clipped to the norm C on arrival; messages of a linear
-       compressor are clipped compressed, by the client, so that sketches are summed on the wire;
-    4. the sum is noised with N(0, sigma^2 C^2), in the same form, the same on all ranks;
-    5. it is divided by q n, which is public, for any number of drawn clients, also zero.
+       compressor are instead clipped by the client, compressed, so that an all-reduce can add them;
+    4. N(0, sigma^2 C^2) is added to the sum of the clipped messages, the same on all ranks;
+    5. the sum is divided by q n, which is public, for any number of drawn clients, also zero.
 
     One client changes a sum by at most C, so a round has noise multiplier sigma and sample rate q;
-    the server's work on the sum is post-processing.  Ranks are trusted: they are the server.
+    the outer optimizer's step is post-processing.  Ranks are trusted: they compute that step.
 
     FedAMS and FedLAMB are refused: they keep the maximum of the rounds' mean second moments, which
     with noise grows in every round.
@@ -66,18 +67,18 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         sample_rate: q, the probability of a client to be drawn in a round, in (0, 1].
         noise_multiplier: sigma, the standard deviation of the noise divided by ``max_norm``.
         max_norm: C, in units of the delta (learning rate times gradient).
-        enter: called at the start of every round to enter it into the ledger.
+        enter: called at the start of every round to write it to the ledger of releases.
             :class:`~comm_hooks.optim.private.PrivacyEngine` sets it.
-        join: called once, before the first round, with the transport.
+        join: called once, before the first round, with the transport, to share the ledger.
 
     Attributes:
-        releases: the counts of releases on which the rounds' state depends.
+        releases: the counts of releases on which the saved state depends.
 
     Raises:
         ValueError: for settings out of range.
-        PrivacyError: for a change of settings; in ``load_state_dict()`` of the rounds, for
-            states of rounds that were not private; in the next round, if the ledger lacks some of
-            the releases in the state.
+        PrivacyError: for a change of settings; in ``LocalRounds.load_state_dict()``, for a state
+            that was saved without privacy; in the next round, if the ledger lacks releases that
+            the loaded state depends on.
 
     Publish ``release_state_dict()`` of :class:`~comm_hooks.optim.LocalRounds` and nothing else.
     Buffers that a client's forward passes change (batch norm's) are refused: they would stay in the
@@ -132,7 +133,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         exchange.state.provenance = self.releases
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
-        """Enter a round into the ledger, draw its clients, and return the turns of the ranks."""
+        """Write a round to the ledger; return its drawn clients: per turn one or None per rank."""
         if self._secret is None:
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
@@ -146,11 +147,11 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     @contextmanager
     def turn(self, client: int, inner: Optimizer, server: Optimizer) -> Iterator[None]:
-        """Return the context of a client's steps, which checks that only its delta remains.
+        """Return the context of a client's local steps; check that only the client's delta remains.
 
         Raises:
-            PrivacyError: in the end, for buffers of statistics, gradients that no step has used,
-                and settings of the optimizers that its steps have changed, as schedulers do.
+            PrivacyError: at the end, if the steps have changed buffers (running statistics) or
+                settings of the optimizers (schedulers), or have left unused gradients.
         """
         groups = [*inner.param_groups, *server.param_groups]
         before = [_settings_in(group) for group in groups]
@@ -160,22 +161,23 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             for name, value in _settings_in(group).items():
                 if old.get(name) != value:
                     raise PrivacyError(
-                        f"a client's steps have changed {name} from {old.get(name)} to {value}: "
-                        "the drawn clients would decide the steps of the next ones. Step "
-                        "schedulers between rounds"
+                        f"PrivateParticipation: a client's steps have changed {name} from "
+                        f"{old.get(name)} to {value}: the drawn clients would influence later "
+                        "clients' steps. Step learning rate schedulers between rounds"
                     )
 
     def check_step(self, *, is_scaled: bool) -> None:
         if is_scaled:
             raise PrivacyError(
-                "a GradScaler's scale depends on all clients before: use bfloat16, which needs none"
+                "PrivateParticipation: a GradScaler's scale depends on earlier clients' gradients, "
+                "without noise: use bfloat16, which needs no GradScaler"
             )
 
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return the collection of the round that ``turns()`` has drawn last.
+        """Return the empty :class:`Collection` for the round that ``turns()`` has drawn last.
 
         Raises:
-            PrivacyError: for an exchange that would not be private.
+            PrivacyError: if the exchange breaks a rule of :func:`~comm_hooks.optim.private.judge`.
         """
         assert self._secret is not None, "turns() comes first"
         stream = self._secret.stream("noise", rank=0, step=self._rounds)
@@ -184,9 +186,9 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
 def _refuse_gradients() -> NoReturn:
     raise PrivacyError(
-        "a client leaves gradients that no step has used: its turn ends in the middle of an "
-        "accumulation, which the next client would continue. Let it take a step with its last "
-        "batch"
+        "PrivateParticipation: a client leaves gradients that no step has used: its turn ends in "
+        "the middle of an accumulation, which the next client would continue. Call step() after "
+        "each client's last batch"
     )
 
 
@@ -200,7 +202,7 @@ def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PrivateCollection(Collection):
-    """A collection of a round's messages; a guard clips them, adds them up and noises the sum."""
+    """The messages of a round: a noise hook clips them, adds them up and noises the sum."""
 
     def __init__(
         self,
@@ -237,10 +239,10 @@ class _PrivateCollection(Collection):
         return Aggregate(list(self.total.values()), {}, [], round(expected))
 
     def _send(self) -> list[torch.Tensor]:
-        """Exchange the message that was added last; at the end of a round, return the sum of all.
+        """Exchange the last message of :meth:`add`; in :meth:`finish`, return the noised sum.
 
-        All of a round's messages have the same random keys, so that a linear compressor's payloads
-        are those of one map, and their sum is the payload of the sum.
+        All messages of a round have the same random keys, so that a linear compressor applies one
+        map to all of them, and the sum of payloads is the payload of the sum.
         """
         if self._pending is None:
             return []
@@ -257,9 +259,10 @@ class _PrivateCollection(Collection):
 
 
 class _ClientGuard(NoiseHook):
-    """Clips each client's message to C, adds a round's messages up, and noises their sum.
+    """A noise hook that clips clients' messages, adds up those of a round, and noises the sum.
 
-    Noise in one message would not be enough: the last digits of the others would show in float32.
+    Noise is added to the complete sum: added to one message first, it would leave the last digits
+    of the other messages visible in float32.
 
     Attributes:
         noise_std: the noise's standard deviation, to be set before a round's last message.

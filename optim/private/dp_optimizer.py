@@ -33,7 +33,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
 
     1. takes the clipped sum of per-sample gradients of this rank's batch: the next batch that the
        loader has drawn, whole, and used in no step before;
-    2. enters itself into the ledger, before anything is released;
+    2. writes itself to the ledger, the record of releases, before anything is released;
     3. has the mechanism add noise and exchange the sums: a mean that is the same on all ranks;
     4. puts the mean into ``p.grad`` and steps the inner optimizer, which sees nothing private.
 
@@ -44,7 +44,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         inner: the wrapped optimizer, over the parameters of ``gradients``.
         gradients: the source of clipped sums of per-sample gradients.
         mechanism: the mechanism that adds noise to the sums and exchanges them.
-        enter: called in every step to enter it into the ledger; raises if the budget is spent.
+        enter: called in every step to write it to the ledger; raises if the budget is spent.
         tickets: the loader's record of drawn batches; if None, batches are not checked.
 
     Attributes:
@@ -53,10 +53,10 @@ class DPOptimizer(Settled, WrappingOptimizer):
         releases: the counts of releases on which the inner optimizer's state depends.
 
     Raises:
-        ValueError: for an inner optimizer with steps that need a closure.
-        PrivacyError: in a step that would exceed the budget or has no drawn batch; after
-            ``loss.backward()``, which discards its gradients; for an inner optimizer that has taken
-            steps of its own; and for a state that no private training has saved.
+        ValueError: for an inner optimizer that needs a closure or holds other parameters.
+        PrivacyError: in a step that would exceed the budget, has no drawn batch, or follows
+            ``loss.backward()`` (its gradients are discarded); for an inner optimizer that has taken
+            steps without privacy; and for loading a state that was saved without privacy.
 
     Not supported: closures; ``GradScaler`` (use bfloat16 autocast); sparse gradients.
     """
@@ -94,7 +94,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         if strangers or trained - held:
             raise ValueError(
                 f"DPOptimizer: the optimizer holds {len(strangers)} parameters that the model "
-                f"does not train, and lacks {len(trained - held)} that it does: make it from "
+                f"does not train, and lacks {len(trained - held)} that it does train: make it from "
                 "model.parameters(), and freeze other parameters (requires_grad_(False))"
             )
         places = {parameter: place for place, parameter in enumerate(order)}
@@ -118,16 +118,16 @@ class DPOptimizer(Settled, WrappingOptimizer):
     def backward(self, batch: Any) -> torch.Tensor:
         """Add the clipped gradients of the next drawn batch; return its mean loss.
 
-        The loss is private: the guarantee does not cover a log of it.  If this fails half way, the
-        batch may be tried again.
+        The loss is private: the guarantee does not cover a log of it.  If this call fails, the
+        batch may be passed again.
 
         Args:
             batch: the argument of the loss function, tensors with one sample in each row; it may
-                have none.
+                have no rows.
 
         Raises:
-            PrivacyError: for any other batch, and after ``loss.backward()``, discarding its
-                gradients.
+            PrivacyError: for any batch but the next drawn one, and after ``loss.backward()`` (its
+                gradients are discarded).
         """
         self._raw.refuse()
         self._require_same_trained()
@@ -150,9 +150,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
         if self._tickets.has_begun and not self._has_discarded:
             self._has_discarded = True
             warnings.warn(
-                "zero_grad() discards a batch that backward() has seen: epsilon holds only if that "
-                "does not depend on its content. Take the step also where the batch is empty or "
-                "the loss is not finite: such samples are left out of it",
+                "DPOptimizer: zero_grad() discards a batch that backward() has seen: epsilon holds "
+                "only if that does not depend on its content. Call step() also if the batch is "
+                "empty or the loss not finite: samples without finite gradients are left out",
                 stacklevel=2,
             )
         super().zero_grad(set_to_none)
@@ -166,9 +166,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
         changed += [p for p in self._frozen if p.requires_grad]
         if changed:
             raise ValueError(
-                f"DPOptimizer: requires_grad of {len(changed)} parameters has changed since it was "
-                "made, and gradients of the others would not be clipped: call make_private again "
-                "after freezing"
+                f"DPOptimizer: requires_grad of {len(changed)} parameters has changed since "
+                "make_private(), which fixes the parameters with clipped and noised gradients: "
+                "call make_private() again after freezing or unfreezing"
             )
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
@@ -188,8 +188,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism.require_unchanged()
         if self.gradients.max_grad_norm != self.mechanism.max_grad_norm:
             raise PrivacyError(
-                f"gradients are clipped to {self.gradients.max_grad_norm:g} and the noise is for "
-                f"{self.mechanism.max_grad_norm:g}: give both the same max_grad_norm"
+                f"DPOptimizer: gradients are clipped to {self.gradients.max_grad_norm:g} and the "
+                f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
+                "mechanism with the same max_grad_norm"
             )
         clipped = self.gradients.take()
         self._tickets.finish(clipped.samples + clipped.not_finite)
@@ -212,8 +213,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""
         if self._tickets.has_begun:
             raise PrivacyError(
-                "settings are changed between steps, and this one has begun: call step() or "
-                "zero_grad() first"
+                "PrivacyEngine.change: settings can be changed only between steps, and backward() "
+                "has begun a step: call step() or zero_grad() first"
             )
         for name, value in settings.items():
             resettle(self.mechanism, name, value)
@@ -267,20 +268,20 @@ class _RawGradients:
         self._found = False
 
     def refuse(self) -> None:
-        """Raise ``PrivacyError`` if there are such gradients, and clear them."""
+        """Raise ``PrivacyError`` if ``loss.backward()`` has added gradients, and clear them."""
         found, self._found = self._found, False
         if found and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             for parameter in self._parameters:
                 parameter.grad = None
             raise PrivacyError(
-                "loss.backward() was called, but its gradients are neither clipped nor noised: "
-                "call optimizer.backward(batch) instead, which calls the loss function. The "
-                "gradients are discarded"
+                "DPOptimizer: loss.backward() was called, but its gradients are neither clipped "
+                "nor noised, and were discarded: call optimizer.backward(batch) instead, which "
+                "calls the loss function"
             )
 
 
 def releases_into(optimizer: Optimizer) -> Releases:
-    """Return the counts of releases on which the state of a private step's inner optimizer depends.
+    """Return the counts of releases on which the state of an inner optimizer depends.
 
     Raises:
         PrivacyError: if the optimizer has taken steps that were not private.
@@ -289,9 +290,9 @@ def releases_into(optimizer: Optimizer) -> Releases:
     steps = (state.get("step", 1) for state in optimizer.state.values() if state)
     if optimizer not in _releases_into and any(steps):
         raise PrivacyError(
-            f"this {type(optimizer).__name__} has taken steps: its moments, perhaps of gradients "
-            "without noise, would be released. Make a new one; moments of public data alone are "
-            "loaded into optimizer.inner after make_private()"
+            f"make_private: this {type(optimizer).__name__} has taken steps: its moments, perhaps "
+            "of gradients without noise, would be released. Make a new optimizer; load moments of "
+            "public data alone into optimizer.inner after make_private()"
         )
     return _releases_into.setdefault(optimizer, Releases())
 

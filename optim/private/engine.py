@@ -52,8 +52,8 @@ class PrivacyEngine:
     Args:
         accountant: ``"rdp"``, ``"pld"`` (tighter, needs dp-accounting) or an ``Accountant``.
         ledger: the path of a file, outside of checkpoints, to which every release is written before
-            it is made; an existing file is continued.  Without it, releases before a restart are
-            lost: then save :meth:`state_dict`, which does not count steps that were rolled back.
+            it is made; an existing file is continued.  Without it, a restart loses the record of
+            releases: then save :meth:`state_dict`, which misses steps that were rolled back.
             Only the first rank of a training opens the file, when it is needed.
 
     Raises:
@@ -147,9 +147,9 @@ class PrivacyEngine:
             micro_batch_size: the number of samples that the loss function receives at a time.
 
         Raises:
-            PrivacyError: for a model that mixes samples, a comm hook, a compressor that does not go
-                with the placement, or an optimizer that has taken steps.
-            ValueError: for settings that cannot work.
+            PrivacyError: for a model that mixes samples or has a communication hook, a compressor
+                that is not private with the placement, or an optimizer that has taken steps.
+            ValueError: for arguments of a wrong type or out of range.
             ConfigMismatchError: on all ranks, if the lengths of their data sets or some samples
                 differ.
         """
@@ -211,8 +211,8 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
         """Call :meth:`make_private` with the least noise that stays within a privacy budget.
 
-        Earlier releases in the ledger count against the budget.  A step that would exceed it
-        raises.
+        Earlier releases in the ledger count against the budget.  A step that would exceed the
+        budget raises ``PrivacyError``.
 
         Args:
             target_epsilon, target_delta: the privacy budget.
@@ -221,7 +221,7 @@ class PrivacyEngine:
             settings: the other arguments of :meth:`make_private`.
 
         Raises:
-            ValueError: also if no noise keeps the budget.
+            ValueError: for a budget that no noise multiplier keeps, and as :meth:`make_private`.
         """
         exchange = settings.get("exchange") or _dense_exchange()
         self._share_history(exchange.transport)
@@ -284,7 +284,7 @@ class PrivacyEngine:
         noise_multiplier: float,
         max_norm: float,
     ) -> PrivateParticipation:
-        """Return the draw of clients for private rounds; every round is entered into the ledger.
+        """Return the sampling of clients for private rounds of local steps, for ``LocalRounds``.
 
         Args:
             clients, sample_rate, noise_multiplier, max_norm: see
@@ -309,7 +309,7 @@ class PrivacyEngine:
         return participation
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
-        """Set a budget: from now on a step raises if it would take epsilon above the target.
+        """Set a budget: a later step raises ``PrivacyError`` if epsilon would exceed the target.
 
         Raises:
             ValueError: for values out of range, and a delta that is too large; see
@@ -370,7 +370,7 @@ class PrivacyEngine:
         Warns if the two differ.  Call it on all ranks, before the first step.
 
         Raises:
-            ValueError: for anything that :meth:`state_dict` has not returned.
+            ValueError: for a state that :meth:`state_dict` has not returned.
         """
         try:
             events = [GaussianEvent(**event) for event in state["events"]]
@@ -391,15 +391,16 @@ class PrivacyEngine:
     def _require_small(self, delta: float) -> None:
         if self._most_units and delta >= 1 / self._most_units:
             raise ValueError(
-                f"delta {delta:g} is not below one over the number of samples: publishing one of "
-                f"them at random would satisfy it. Take less than {1 / self._most_units:.1g}"
+                f"PrivacyEngine: delta {delta:g} is not below one over the number of samples (or "
+                "clients): publishing one of them at random would satisfy it. Take less than "
+                f"{1 / self._most_units:.1g}"
             )
 
     def _history(self) -> list[GaussianEvent]:
         return self._opened().events()
 
     def _opened(self) -> Ledger:
-        """Return the ledger; the first call opens it: rank 0 the file, others one in memory."""
+        """Return the ledger; the first call opens the file on rank 0, else a ledger in memory."""
         if self._ledger is None:
             is_first = not dist.is_initialized() or dist.get_rank() == 0
             self._ledger = Ledger(self._path if is_first else None)
@@ -437,11 +438,11 @@ class PrivacyEngine:
         event_of_step: Callable[[], GaussianEvent],
         continued: Iterable[Releases],
     ) -> Callable[[], None]:
-        """Return a function that enters a release into the ledger, or raises without budget.
+        """Return a function that writes a release to the ledger, or raises if the budget is spent.
 
-        The ledger must have the releases in ``continued``, of states that are continued.  (Not
-        their owner: it has this function, and the cycle would outlive its last user, and with it
-        the lock of the ledger.)
+        It also raises if the ledger lacks releases in ``continued``, the counts of loaded states.
+        (The argument is not the owner of these counts, which holds this function: a reference
+        cycle would keep the ledger locked.)
         """
 
         def enter() -> None:
@@ -460,8 +461,9 @@ class PrivacyEngine:
                 if not self._steps_left[event]:
                     epsilon, delta = self._budget
                     raise PrivacyError(
-                        f"the budget of epsilon {epsilon:g} at delta {delta:g} is spent: one more "
-                        "step would exceed it. Stop here: nothing was released"
+                        f"PrivacyEngine: the budget of epsilon {epsilon:g} at delta {delta:g} is "
+                        "spent: one more step would exceed it. Stop the training: this step has "
+                        "released nothing"
                     )
                 self._steps_left[event] -= 1
             self._record(event)
@@ -469,7 +471,7 @@ class PrivacyEngine:
         return enter
 
     def _record(self, event: GaussianEvent) -> None:
-        """Enter a release into the ledger, which is opened at the first one."""
+        """Write a release to the ledger; the first release opens the ledger."""
         self._opened().record(event)
 
 

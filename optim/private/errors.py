@@ -14,8 +14,8 @@ class PrivacyError(ValueError):
 class Settled:
     """A base class with attributes that cannot be changed once they are set.
 
-    The cost of a step is written to the ledger before the step, from these settings: a changed
-    value would change the noise, or the influence of one sample, and not the ledger.
+    The privacy cost of a step is written to the ledger, the record of all releases, from these
+    settings: a later change would alter the noise or the influence of a sample, not the record.
 
     Attributes:
         settled: the names of these attributes.
@@ -26,9 +26,9 @@ class Settled:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.settled and hasattr(self, name):
             raise PrivacyError(
-                f"{type(self).__name__}.{name} is settled, since the ledger counts on it: call "
-                "engine.change(optimizer, ...) for settings that may be changed, or make_private() "
-                "or private_participation() anew"
+                f"{type(self).__name__}.{name} is settled, since the ledger relies on it: call "
+                "engine.change(optimizer, ...) for noise_multiplier, max_grad_norm and "
+                "expected_batch_size, else make_private() or private_participation() again"
             )
         super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""A context that leaves no trace in the states of random number generators."""
+"""A context manager that restores the states of random number generators."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -187,7 +187,7 @@ AVERAGED_BY_FSDP = "the parameters are sharded over ranks 0, 1, 2, 3, and FSDP h
     [
         ("adam", "HSDP", ["over ranks 0, 2, and", "over ranks 1, 3, and"] * 2),
         # Rounds copy parameters when they are made.
-        ("local_rounds", "FSDP2", ["a DTensor (FSDP2, tensor parallelism) is in parts"] * 4),
+        ("local_rounds", "FSDP2", ["a DTensor (FSDP2, tensor parallelism) is sharded"] * 4),
         *rarely(
             ("adam", "FSDP2", [AVERAGED_BY_FSDP] * 4),
             ("adam", "FSDP1", ["over ranks 0, 1, 2, 3, and"] * 4),

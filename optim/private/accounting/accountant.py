@@ -27,7 +27,7 @@ DEFAULT_ORDERS: tuple[float, ...] = (*OPACUS_ORDERS, 128.0, 256.0, 512.0, 1024.0
 
 
 class Accountant(ABC):
-    """Bounds the privacy cost of a history of releases.
+    """A base class for upper bounds of the privacy cost of a history of releases.
 
     The guarantee is (epsilon, delta)-differential privacy for neighbours that differ by adding or
     removing one sample (or client).  For the messages and files of single ranks, the sample is
@@ -55,16 +55,16 @@ class Accountant(ABC):
         require_delta(delta)
         steps = steps_by(lambda event: event.mechanism, events)
         if not steps:
-            raise ValueError("epsilon: no step has been taken: nothing was released")
+            raise ValueError("epsilon: no step has been taken: nothing was released yet")
         return self._epsilon(steps, float(delta))
 
     @abstractmethod
     def _epsilon(self, steps: dict[tuple[float, float], int], delta: float) -> float:
-        """Return one epsilon for all steps, counted for each (noise multiplier, sample rate)."""
+        """Return epsilon for ``steps``: numbers of steps by (noise multiplier, sample rate)."""
 
 
 class RDPAccountant(Accountant):
-    """Sums the steps' Renyi divergences per order, and takes the order with the smallest epsilon.
+    """An accountant that sums Renyi divergences per order, and takes the smallest epsilon.
 
     Divergences of steps add up (Mironov, "Renyi Differential Privacy", CSF 2017); those of one step
     are in :func:`~comm_hooks.optim.private.accounting.renyi.renyi_divergences`.  With R(a) the sum

@@ -90,10 +90,10 @@ def noise_multiplier_for(
         below = excess(high)
         if high > _MOST_NOISE:
             raise ValueError(
-                f"target_epsilon {target_epsilon} cannot be reached with target_delta "
-                f"{target_delta}: however much noise is added"
+                f"noise_multiplier_for: target_epsilon {target_epsilon} cannot be reached with "
+                f"target_delta {target_delta}: however much noise is added"
                 f"{', after what was spent before' if history else ''}, {by!r} gives no less than "
-                f"{target_epsilon * math.exp(below):.2g}"
+                f"{target_epsilon * math.exp(below):.2g}. Choose a larger target"
             )
     while above <= 0:
         high, below, low = low, above, low / 2
@@ -156,7 +156,7 @@ def max_steps(
     found = bisect.bisect_right(range(1, _MOST_STEPS + 1), target_epsilon, key=epsilon)
     if found == _MOST_STEPS:
         raise ValueError(
-            f"target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} steps: "
-            f"check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
+            f"max_steps: target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} "
+            f"steps: check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
         )
     return found

@@ -30,9 +30,9 @@ class GaussianEvent:
         sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 the batches are
             empty and epsilon does not grow.
         steps: the number of such steps, at least 1.
-        placement: where the noise was added, in a word; None if it is not known.
-        checkpoint_multiplier: the part of the noise multiplier that protects from observers of
-            single ranks' checkpoints, from 0 (nothing) to 1; None if it is not known.
+        placement: where the noise was added, such as ``"central"``; None if it is not known.
+        checkpoint_multiplier: the fraction of the noise multiplier that protects from observers of
+            single ranks' checkpoints, from 0 (no protection) to 1; None if it is not known.
         rank_multiplier: the same for observers of single ranks' messages.
 
     Raises:
@@ -75,7 +75,7 @@ class GaussianEvent:
 
 
 def steps_by(kind: Callable[[GaussianEvent], Any], events: Iterable[GaussianEvent]) -> Counter[Any]:
-    """Return the number of steps of each kind: each value of ``kind(event)``."""
+    """Return the number of steps for each value of ``kind(event)``."""
     steps: Counter[Any] = Counter()
     for event in events:
         steps[kind(event)] += event.steps
@@ -102,8 +102,8 @@ def seen_by(observer: str, events: Iterable[GaussianEvent]) -> list[GaussianEven
         if not multiplier:
             place = "that is not known" if multiplier is None else repr(event.placement)
             raise PrivacyError(
-                f"{seen_files} of single ranks carry no noise of their own with placement {place}: "
-                f"ranks and links are trusted. Valid instead: {instead}"
+                f"observer {observer!r}: {seen_files} of single ranks carry no noise of their own "
+                f"with placement {place}: ranks and links are trusted. Valid instead: {instead}"
             )
         seen.append(replace(event, noise_multiplier=event.noise_multiplier * multiplier))
     return seen

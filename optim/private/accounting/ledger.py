@@ -38,9 +38,10 @@ class Ledger:
        :class:`~comm_hooks.optim.private.accounting.GaussianEvent`, for the steps after this line;
     3. ``"step ..."``: one such step.
 
-    In place of the dots, and under ``"seal"`` in the others, is a digest of the line and of the
-    seal before it: opening the file detects a line that was edited, torn or removed.  It does not
-    detect whole lines missing at the end; :meth:`reconcile` adds those that a checkpoint counts.
+    Every line has a seal, a digest of the line and of the previous seal: in place of the dots in 3,
+    under the key ``"seal"`` in 1 and 2.  Opening the file detects lines that were edited, torn or
+    removed, but not whole lines missing at the end; :meth:`reconcile` adds those that a checkpoint
+    counts.
 
     A line is on the disk (fsync) before :meth:`record` returns, and the caller releases afterwards.
     A last line that a crash tore counts as a step, although nothing was released: the count may be
@@ -97,7 +98,7 @@ class Ledger:
                 self.close()
                 raise ValueError(
                     f"ledger {self.path} is open elsewhere: one process writes a ledger, usually "
-                    "rank 0. Is another run going on, or was it opened twice here?"
+                    "rank 0. End the other run, or close the first Ledger of this process"
                 ) from None
             except BaseException:
                 self.close()
@@ -107,8 +108,8 @@ class Ledger:
         """Write an event to the ledger, before its steps are released.
 
         Raises:
-            OSError: if it could not be written.  Then do not release; the ledger is closed.
-            PrivacyError: if the file is not as this ledger left it.  Then do not release.
+            OSError: if the event could not be written.  Then do not release; the ledger is closed.
+            PrivacyError: if the file was changed since the last write.  Then do not release.
             ValueError: if the ledger has been closed.
         """
         self._record(event)
@@ -143,8 +144,8 @@ class Ledger:
 
         A checkpoint with more steps of a kind than the ledger comes from another ledger: steps that
         were recorded here since the ledger was opened count in addition.  With fewer steps it is
-        taken for an older checkpoint of this run, which one of another run may also be: call this
-        before the first step.
+        taken for an older checkpoint of this run, although it could be one of another run: call
+        this method before the first step.
 
         Args:
             checkpoint_events: the history in the checkpoint.
@@ -164,8 +165,8 @@ class Ledger:
         if missing:
             added = sum(event.steps for event in missing)
             warnings.warn(
-                f"{where} lacks {added} steps that the checkpoint counts: they are added. Was the "
-                f"file lost, or is it that of another run?",
+                f"{where} lacks {added} steps that the checkpoint counts: they are added. Check "
+                f"whether the file was lost, or belongs to another run",
                 stacklevel=2,
             )
         if after:
@@ -177,7 +178,7 @@ class Ledger:
         return self.events()
 
     def close(self) -> None:
-        """Unlock the file.  From then on :meth:`record` raises."""
+        """Close and unlock the file.  From then on :meth:`record` raises ``ValueError``."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -205,7 +206,9 @@ class Ledger:
         if not lines:
             # A header that a crash tore: no step can have been taken.
             if not _is_torn_header(torn):
-                raise ValueError(f"ledger {self.path}: the file exists and is not a ledger")
+                raise ValueError(
+                    f"ledger {self.path}: the file exists and is not a ledger: choose another path"
+                )
             os.ftruncate(self._fd, 0)
             self._append(self._sealed(*_object({"ledger": _FORMAT, "run": self.run_id})))
             _sync_folder(self._place)
@@ -221,18 +224,20 @@ class Ledger:
             warnings.warn(f"{message}, before the first step: nothing was released", stacklevel=3)
             return
         self._record(self._kind)
-        warnings.warn(f"{message}: it counts as released, which it was not", stacklevel=3)
+        warnings.warn(f"{message}: its step counts as released, but was not", stacklevel=3)
 
     def _read_header(self, line: bytes) -> None:
         try:
             header = json.loads(line)
             found, self.run_id = header["ledger"], header["run"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(f"ledger {self.path}: the file exists and is not a ledger") from None
+            raise ValueError(
+                f"ledger {self.path}: the file exists and is not a ledger: choose another path"
+            ) from None
         if found != _FORMAT:
             raise ValueError(
                 f"ledger {self.path}: its format is {found!r}; this version of comm-hooks reads "
-                f"{_FORMAT}"
+                f"{_FORMAT}: continue with the version that wrote the file"
             )
 
     def _read_steps(self, lines: Sequence[bytes]) -> None:
@@ -256,7 +261,7 @@ class Ledger:
             self._history.append(replace(kind, steps=len([*group])))
 
     def _sealed(self, before: bytes, after: bytes) -> bytes:
-        """Return the next line of the file: the seal between ``before`` and ``after``."""
+        """Return the next line, with its seal (see the class) between ``before`` and ``after``."""
         digest = hashlib.blake2b(self._seal + before + after, digest_size=8)
         self._seal = digest.hexdigest().encode()
         return before + self._seal + after + b"\n"

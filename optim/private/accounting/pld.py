@@ -12,7 +12,7 @@ _SPACING = 1e-4
 
 
 class PLDAccountant(Accountant):
-    """Composes the distributions of the privacy loss numerically: tighter than RDP.
+    """An accountant that composes privacy loss distributions numerically: tighter than RDP.
 
     For DP-MicroAdam's settings the same epsilon lasts for about 13 % more steps.  Losses lie on a
     grid such that the result is an upper bound (Doroshenko et al., "Connect the Dots: Tighter

@@ -20,7 +20,7 @@ class Releases:
     too small.
 
     Args:
-        only: the placement that a loaded state must have been saved with; None for any.
+        only: the placement of noise that a loaded state must have been saved with; None for any.
 
     Attributes:
         steps: the number of releases by placement and noise multiplier.
@@ -35,7 +35,7 @@ class Releases:
         >>> releases.check(None)
         Traceback (most recent call last):
         ...
-        comm_hooks.optim.private.errors.PrivacyError: the state was not saved by private training...
+        comm_hooks.optim.private.errors.PrivacyError: load_state_dict: the state was not saved...
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -59,20 +59,20 @@ class Releases:
 
         Raises:
             PrivacyError: for a state without counts, and for noise of another placement.
-            ValueError: for anything that :meth:`saved` cannot have returned.
+            ValueError: for counts that :meth:`saved` cannot have returned.
         """
         if found is None:
             raise PrivacyError(
-                "the state was not saved by private training: it may hold gradients without noise, "
-                "which the next steps would release. Load a state that private training has saved; "
-                "moments of public data alone go into optimizer.inner"
+                "load_state_dict: the state was not saved by private training: it may hold "
+                "gradients without noise, which the next steps would release. Load a state that "
+                "private training has saved; load moments of public data into optimizer.inner"
             )
         others = {placement for placement, _ in _steps_in(found)} - {self._only}
         if others and self._only is not None:
             raise PrivacyError(
-                f"the state was saved with placement {sorted(others)[0]!r} and this is "
-                f"{self._only!r}: residuals have another amount of noise. Begin with a new "
-                "exchange, or keep the placement"
+                f"load_state_dict: the state was saved with placement {sorted(others)[0]!r}, and "
+                f"the present one is {self._only!r}: residuals have another amount of noise. Begin "
+                "with a new Exchange without this state, or keep the placement"
             )
 
     def adopt(self, found: object) -> None:
@@ -96,8 +96,9 @@ class Releases:
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
                     f"{noise_multiplier:g} and placement {placement!r} have made, and the ledger "
-                    f"has {found} of them: epsilon would be too small. Give "
-                    "PrivacyEngine the ledger of that run, or load the engine's state_dict() of it"
+                    f"has only {found} of them: epsilon would be too small. Pass the ledger of the "
+                    "run that saved the state to PrivacyEngine, or load the state_dict() of its "
+                    "PrivacyEngine"
                 )
         self._must_be_counted = False
 
@@ -111,7 +112,7 @@ def _steps_in(found: object) -> dict[_Kind, int]:
             steps[placement, float(noise_multiplier)] = count
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            f"the releases in the state must be a list of [placement, noise multiplier, steps], "
-            f"got {in_one_line(found)}"
+            "the releases in a loaded state, under 'steps', must be a list of [placement, noise "
+            f"multiplier, steps], got {in_one_line(found)}: load another checkpoint"
         ) from None
     return steps

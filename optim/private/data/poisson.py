@@ -38,7 +38,7 @@ _KEPT = [
 
 
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
-    """Yields batches; each index is in each batch with probability q, independently of all others.
+    """A sampler of batches that contain each index with probability q, independently of all others.
 
     Batches have about ``q num_samples`` indices; some are empty, and an empty batch is a step like
     all others.
@@ -156,8 +156,8 @@ class PoissonLoader(DataLoader[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"{type(dataset).__name__} has no samples that could be drawn by their number: "
-                "Poisson sampling needs a dataset with __len__ and __getitem__"
+                f"PoissonLoader: {type(dataset).__name__} has no samples that can be drawn by "
+                "index: Poisson sampling needs a dataset with __len__ and __getitem__"
             )
         require_positive(self, "world_size", world_size)
         require_choice(self, "rank", rank, range(world_size))
@@ -210,8 +210,8 @@ def private_loader(
         rank, world_size: see :class:`PoissonLoader`.
 
     Raises:
-        ValueError: as :class:`PoissonLoader`; also for a loader that does not take all samples in
-            order or at random, and for one without automatic batching.
+        ValueError: as :class:`PoissonLoader`; for a loader that does not take all samples in order
+            or at random; and for a loader without automatic batching.
 
     Example::
 
@@ -230,9 +230,9 @@ def private_loader(
         kinds = (SequentialSampler, RandomSampler, DistributedSampler)
         if type(samplers[0]) is not BatchSampler or not isinstance(samplers[1], kinds):
             raise ValueError(
-                f"the data loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
-                "which Poisson sampling would override: make it with batch_size and shuffle alone; "
-                "for a part of the dataset use torch.utils.data.Subset"
+                f"data_loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
+                "which Poisson sampling would override: make the loader with batch_size and "
+                "shuffle alone; for a part of the dataset use torch.utils.data.Subset"
             )
     return PoissonLoader(
         dataset,
@@ -246,7 +246,7 @@ def private_loader(
 
 
 class _Shard(Subset[Any]):
-    """A rank's share of a dataset, which need not accept an empty list of indices."""
+    """A rank's share of a dataset; accepts an empty list of indices, which datasets may refuse."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return super().__getitems__(indices) if indices else []
@@ -267,7 +267,7 @@ class _CollateAlsoNothing:
             if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or len(leaf) != count):
                 raise ValueError(
                     f"collate_fn made a tensor of shape {tuple(leaf.shape)} of {count} samples: "
-                    "each must be one row, since rows are clipped"
+                    "each must be one row, since clipping takes rows for samples"
                 )
         return batch
 
@@ -302,7 +302,7 @@ def _without_rows(batch_of_one: Any) -> Any:
                 continue
             what = f"a tensor of shape {tuple(leaf.shape)}"
         raise ValueError(
-            "the structure of an empty batch is not known: of one sample, collate_fn must make "
-            f"tensors with a first dimension of 1, in tuples, lists and dicts, got {what}"
+            "collate_fn must make tensors with a first dimension of 1 (in tuples, lists and dicts) "
+            f"of one sample, got {what}: the structure of an empty batch is not known otherwise"
         )
     return pytree.tree_map(lambda leaf: leaf[:0], batch_of_one)

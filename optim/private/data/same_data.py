@@ -25,18 +25,18 @@ SAMPLES = 64
 def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     """Compare the lengths and some samples of the ranks' data sets.
 
-    Ranks take every N-th sample of one data set: from different ones, a sample could be on two
+    Each of N ranks takes every N-th sample.  If the data sets differ, a sample could be on two
     ranks and count twice.
 
     1. lengths are compared
-    2. ranks agree on a secret key, and on places that follow from it
-    3. digests under this key of the samples there are compared, part by part.  Each is read
-       twice: parts that differ are random (augmented), and are left out
+    2. ranks agree on a secret key, and on random indices that follow from it
+    3. the samples' digests under this key are compared, one per tensor or value in a sample.  Each
+       sample is read twice: values that differ are random (augmented), and are left out
 
     Raises:
         ConfigMismatchError: on all ranks, if the data sets differ.
 
-    Warns if nothing of a sample can be compared.
+    Warns if no value of the samples can be compared.
     """
     # An iterable data set is refused by the loader.
     if transport.world_size == 1 or isinstance(dataset, IterableDataset):
@@ -64,7 +64,7 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
             compared += 1
             if len(set(values)) > 1:
                 raise ConfigMismatchError(
-                    f"ranks have different data sets: the digest of the sample at place {place} "
+                    f"ranks have different data sets: the digest of the sample at index {place} "
                     f"{differences(values, transport.ranks)}. Split and shuffle with the same "
                     "seed on all ranks: a sample that is on two of them would count twice"
                 )
@@ -78,7 +78,7 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
 
 
 def _digests(dataset: Any, place: int, key: bytes) -> dict[str, str | None]:
-    """Return digests of the parts of a sample by path; None for parts that cannot be compared."""
+    """Return digests of the values in a sample by path; None for values that cannot be compared."""
     first, second = ({p: _digest(v, key) for p, v in _parts(dataset[place])} for _ in range(2))
     return {path: value if second.get(path) == value else None for path, value in first.items()}
 

@@ -66,43 +66,44 @@ class Tickets:
         return ticket
 
     def admit(self, rows: int, batch: Any = None) -> None:
-        """Let a batch into the step.
+        """Assign a batch to the step in progress, after checks.
 
         Args:
-            rows: the number of samples that are added.
-            batch: their tensors; None for an empty batch that was not passed on.
+            rows: the number of samples in the batch.
+            batch: their tensors; None for an empty batch that was not passed to ``backward()``.
 
         Raises:
-            PrivacyError: for all but the next drawn batch, whole, in a step that has none.
+            PrivacyError: if it is not the next drawn batch, whole, or the step has a batch already.
         """
         if not self._are_checked:
             return
         if self.has_begun:
             raise PrivacyError(
-                "this step has a batch already, and every sample may count once: call step() "
-                "before the next one, or zero_grad() to discard it. Add up losses on one batch in "
-                "the loss function; for a batch too large for memory, set micro_batch_size"
+                "DPOptimizer: this step has a batch already, and every sample may count once: call "
+                "step() before the next batch, or zero_grad() to discard it. Add up losses on one "
+                "batch in the loss function; set micro_batch_size for a batch too large for memory"
             )
         leaves = _tensors(batch)
         turn = self._waiting[0] if self._waiting else None
         known = [ticket for leaf in leaves if (ticket := _ticket_of.get(leaf)) is not None]
         if turn is None or (known and all(ticket not in self._waiting for ticket in known)):
             raise PrivacyError(
-                "no drawn batch is left, or this one was used or discarded before or comes from "
-                "another loader: take every batch from the loader that make_private() returned "
-                "with this optimizer, and each for one step"
+                "DPOptimizer: no drawn batch is left, or this one was used or discarded before or "
+                "comes from another loader: take every batch from the loader that make_private() "
+                "returned with this optimizer, and use it in one step only"
             )
         if (known and turn not in known) or rows != turn.rows:
             raise PrivacyError(
-                f"the next drawn batch has {turn.rows} samples, and the batch that was passed has "
-                f"{rows} or is another batch: use every drawn batch, whole and in order. An empty "
-                "batch is a step, too; begin a new iteration to leave out the rest of this one"
+                f"DPOptimizer: the next drawn batch has {turn.rows} samples, and the batch that "
+                f"was passed has {rows} or is another batch: use every drawn batch, whole and in "
+                "order. An empty batch is a step, too. To leave out the other batches, begin a new "
+                "iteration of the loader"
             )
         _mark(leaves, turn)
         self._current = turn
 
     def restart(self) -> None:
-        """Forget the step's batch: one that failed half way may be tried again."""
+        """Take the batch back from the step, so that it can be used again after a failure."""
         self._current = None
 
     def discard(self) -> None:
@@ -124,9 +125,9 @@ class Tickets:
         self.discard()
         if ticket is not None and samples != ticket.rows:
             raise PrivacyError(
-                f"the sum is over {samples} samples, and the batch has {ticket.rows}: gradients "
-                "were added without this optimizer's backward(). Nothing was released, and the "
-                "batch is discarded"
+                f"DPOptimizer: the sum is over {samples} samples, and the batch has {ticket.rows}: "
+                "gradients were added without this optimizer's backward(). Nothing was released, "
+                "and the batch is discarded: add gradients with DPOptimizer.backward(batch) only"
             )
 
     def spend(self, ticket: Ticket) -> None:

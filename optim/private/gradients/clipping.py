@@ -33,14 +33,14 @@ _SMALLEST_NORM = 1e-10
 
 @dataclass(frozen=True)
 class PublicTransform:
-    """A transform of every sample's gradient before it is clipped: g -> scale g + shift.
+    """A transform of every sample's gradient g before it is clipped: g -> scale g + shift.
 
-    Both must be computed from public data or from releases.  One tensor per trainable parameter,
-    shaped like it.
+    ``scale`` and ``shift`` must be computed from public data or earlier releases.  Each has one
+    tensor per trainable parameter, shaped like it.
 
     Attributes:
         scale: the elementwise factors.
-        shift: the elementwise summands; None for no summand.
+        shift: the elementwise summands; None for no shift.
     """
 
     scale: Sequence[torch.Tensor]
@@ -49,7 +49,7 @@ class PublicTransform:
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """The sum, over this rank's samples of one step, of clipped gradients.  Private: not noised.
+    """The sum of clipped gradients of this rank's samples in one step.  Private: not noised.
 
     Attributes:
         tensors: float32, one per trainable parameter, shaped like it; zeros for an empty batch.
@@ -82,13 +82,13 @@ class ClippedGradients(ABC):
         """Return the number of samples in a batch for :meth:`backward`.
 
         Raises:
-            ValueError: if the batch does not define this number.
+            ValueError: if the number of samples is ambiguous.
         """
         return len(batch)
 
     @abstractmethod
     def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch to the sum; return its mean loss, detached."""
+        """Add the clipped gradients of a batch to the sum; return the mean loss, detached."""
 
     @abstractmethod
     def take(self) -> ClippedSum:
@@ -103,11 +103,11 @@ def sample_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of each sample's gradient over all parameters.
 
     Args:
-        gradients: the samples' gradients, float32, one ``(B, ...)`` per parameter.
+        gradients: the gradients of B samples, float32, one ``(B, ...)`` per parameter.
 
     Returns:
-        float64, ``(B,)``; infinite where float32 cannot hold the squares, so elements of 1e18 and
-        less are safe.
+        float64, ``(B,)``; infinite where float32 cannot hold the squares, which is safe for
+        elements up to 1e18.
     """
     parts = []
     for gradient in gradients:
@@ -126,21 +126,21 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_factors(norms: torch.Tensor, max_grad_norm: float) -> torch.Tensor:
-    """Return the factors that clip samples' gradients, float32, ``(B,)``; 0 for infinite norms."""
+    """Return the factors, float32 ``(B,)``, that clip gradients of these norms; 0 for inf, NaN."""
     factors = (max_grad_norm * (1 - _ROUNDING) / norms).clamp(max=1.0)
     return torch.where(norms.isfinite(), factors, 0.0).float()
 
 
 class SampleClipper(Settled, ClippedGradients):
-    """The arithmetic of clipping: clips per-sample gradients and adds them up.
+    """A base class that clips per-sample gradients and adds them up.  For each sample's gradient g:
 
     1. g <- scale g + shift, if there is a transform
     2. n <- the norm of g over all parameters; samples where it is not finite are left out
     3. sum <- sum + min(1, C (1 - 2^-16) / n) g, in float32
 
     The margin of 2^-16 covers the rounding of the norm and of the product, so that no sample's
-    clipped gradient exceeds C.  The rounding of a float32 sum of n samples comes on top: it is less
-    than n^2 2^-24 C, and in practice a few 2^-24 of the norm of the sum.
+    clipped gradient exceeds C.  The rounding of a float32 sum of k samples comes on top: it is less
+    than k^2 2^-24 C, and in practice a few 2^-24 of the norm of the sum.
 
     Args:
         parameters: the trainable parameters.
@@ -228,7 +228,7 @@ def _transformed(
 
 
 class BatchClipper(SampleClipper):
-    """Clips the gradients of a batch's samples and adds them up, one micro-batch after the other.
+    """A base class that clips the gradients of a batch's samples in one micro-batch after another.
 
     Args:
         model: the model that is trained.
@@ -238,7 +238,7 @@ class BatchClipper(SampleClipper):
             default the whole batch.
 
     Raises:
-        ValueError: for a setting of another kind, or out of range.
+        ValueError: for arguments of a wrong type or out of range.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class BatchClipper(SampleClipper):
         """Add the clipped gradients of a batch to the sum.
 
         May be called several times per step.  ``p.grad`` is neither read nor written.  If a
-        micro-batch fails, the step's sum starts anew.
+        micro-batch fails, the sum of the step is reset to zero.
 
         Args:
             batch: tensors with a common leading dimension, in tuples, lists and dicts.
@@ -293,7 +293,7 @@ class BatchClipper(SampleClipper):
         Raises:
             ValueError: if the batch has no common leading dimension, the loss has another shape,
                 or the forward pass does not use a parameter.
-            PrivacyError: see the class.
+            PrivacyError: by some subclasses, if samples depend on each other.
         """
         size = self.samples_in(batch)
         if size == 0:

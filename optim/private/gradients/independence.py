@@ -43,21 +43,21 @@ def sample_losses(
 
 
 class IndependenceProbe:
-    """Refuses a loss of a sample that depends on the other samples of its batch.
+    """A test that refuses a loss of a sample that depends on the other samples of its batch.
 
-    Clipping bounds the influence of a sample on its own gradient.  Where it also moves the
+    Clipping bounds the influence of a sample on its own gradient.  If a sample also changes the
     gradients of others (a contrastive loss, a normalization over the batch, a mean over all tokens)
-    its influence has no bound.  In the first batch that has two samples with finite losses, eight
-    of them are split into kept and changed ones, by each bit of their number, so that every two are
-    on different sides once.  Neither the losses of the kept samples, nor the gradient of their sum
-    with random weights, may move if the others are
+    its influence has no bound.  In the first batch that has two samples with finite losses, up to
+    eight are split into kept and changed ones, by each bit of their row number, so that every two
+    are on different sides once.  Neither the losses of the kept samples, nor the gradient of their
+    sum with random weights, may change if the changed samples are
 
     * replaced by kept ones
-    * made extreme: numbers times 1000 and -1000, those from 0 to 1 the other way round
-    * left out; for a random model in ``eval()``, first of its dropout, then of all modules
+    * made extreme: multiplied by 1000 and -1000; x becomes 1 - round(x) in tensors within [0, 1]
+    * left out (in a random model with dropout or, if needed, all modules in ``eval()`` mode)
 
-    and if all of the batch's other samples are left out.  All draw the same random numbers, and
-    torch's, NumPy's and Python's generators are restored.
+    or if the batch's samples after the first eight are left out.  All passes draw the same random
+    numbers, and torch's, NumPy's and Python's generators are restored.
 
     A change of less than sqrt(eps) of the norm passes, for the coarsest dtype that occurs (on GPUs
     TF32 for float32): 0.00035 for float32 on a CPU, 0.09 for bfloat16.
@@ -133,8 +133,8 @@ class IndependenceProbe:
         if self._differ(once, again, math.sqrt(self.epsilon)):
             raise PrivacyError(
                 "the losses of a batch differ when they are computed again, so samples cannot be "
-                "shown to be independent: let the model keep nothing of its inputs, and draw with "
-                "the usual generators of torch, NumPy or Python"
+                "shown to be independent: let the model keep no data of its inputs, and draw "
+                "random numbers from the default generators of torch, NumPy or Python"
             )
         for kept, others in _splits(len(rows[0])):
             before = self._seen(rows, kept)
@@ -214,7 +214,7 @@ class IndependenceProbe:
 
 
 def _splits(rows: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield splits (kept, others) of row numbers; for all i and j, one keeps i without j."""
+    """Yield splits (kept, others) of row numbers; for all i != j, one split keeps i and not j."""
     for bit in range((rows - 1).bit_length()):
         parts = [[row for row in range(rows) if row >> bit & 1 == value] for value in (0, 1)]
         yield parts[0], parts[1]

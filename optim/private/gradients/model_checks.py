@@ -1,4 +1,4 @@
-"""Checks of models: clipping must bound the influence of a sample on the model."""
+"""Checks that a model is fit for private training: clipping must bound a sample's influence."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ def check_model(model: nn.Module) -> None:
             normalization, and instance normalization with running statistics), for embeddings
             with rows that the forward pass writes (``max_norm``), and for a communication hook,
             except :func:`~comm_hooks.skip_hook`, which sends nothing.
-        ValueError: for complex or sharded parameters, and an engine of DeepSpeed.
+        ValueError: for complex or sharded parameters, and for a ``DeepSpeedEngine``.
 
     Not detected: modules of your own that mix samples.
 
@@ -43,8 +43,8 @@ def check_model(model: nn.Module) -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
         raise ValueError(
-            "DeepSpeed averages raw gradients, where private training needs those of single "
-            "samples: train the engine's module without DeepSpeed"
+            "the model is a DeepSpeedEngine, which averages raw gradients; private training needs "
+            "those of single samples: train the engine's module without DeepSpeed"
         )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for what, names in (
@@ -74,8 +74,8 @@ def refuse_later_hooks(model: nn.Module) -> None:
 
 def _refuse_later_hook(state: object, hook: object) -> None:
     raise PrivacyError(
-        "this model is trained privately, and DDP averages nothing of it: a communication hook "
-        "would never be called. Give the exchange to make_private() instead"
+        "register_comm_hook: this model is trained privately, and DDP averages nothing: a "
+        "communication hook would never be called. Pass the exchange to make_private() instead"
     )
 
 
@@ -107,9 +107,9 @@ def unchanged_buffers() -> Iterator[None]:
     }
     if changed:
         raise PrivacyError(
-            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. They "
-            "stay in the model, without noise. Use GroupNorm or LayerNorm, "
-            "track_running_stats=False, or eval() in the modules that have them"
+            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. These would "
+            "be published with the model, without noise. Use GroupNorm or LayerNorm, "
+            "track_running_stats=False, or eval() for the modules that have these buffers"
         )
 
 

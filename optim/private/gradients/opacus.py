@@ -54,9 +54,9 @@ class OpacusGradients(BatchClipper):
     Raises:
         ValueError: for C out of range, layers that Opacus's hooks do not see, or a model without
             trainable parameters.
-        PrivacyError: in :meth:`backward` for samples that depend on each other, or are not where
-            Opacus expects them, and for a forward pass that writes to the model.
-        NotImplementedError: by Opacus, for layers that it cannot take.
+        PrivacyError: in :meth:`backward` for samples that depend on each other, for layers that get
+            samples in another order, and for a forward pass that writes to the model.
+        NotImplementedError: by Opacus, for layers that Opacus does not support.
 
     Example::
 
@@ -127,7 +127,7 @@ class OpacusGradients(BatchClipper):
         return losses.detach()
 
     def _compare(self, losses: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-        """Check that the rows of Opacus's gradients belong to the samples."""
+        """Raise ``PrivacyError`` if rows of Opacus's gradients belong to other samples."""
         norms = sample_norms([gradient.detach().float() for gradient in gradients])
         norms = norms.to(losses.device)
         if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
@@ -142,8 +142,8 @@ class OpacusGradients(BatchClipper):
             if abs(float(norms[row]) - expected) > tolerance * expected + 1e-30:
                 raise PrivacyError(
                     f"the gradient of a sample has norm {expected:g}, and Opacus finds "
-                    f"{float(norms[row]):g}, so it would be clipped wrongly: every layer must "
-                    'get the samples in the order of the batch. Valid instead: "functorch"'
+                    f"{float(norms[row]):g}, so it would be clipped wrongly: every layer must get "
+                    'the samples in the order of the batch. Or set grad_sample_mode="functorch"'
                 )
         self._is_compared = True
 

@@ -46,7 +46,7 @@ class PerSampleGradients(BatchClipper):
 
     Raises:
         ValueError: if C is not a finite number of at least 1e-10, ``micro_batch_size`` is not
-            positive, nothing in the model is trainable, or a part of the model is under DDP; with
+            positive, nothing in the model is trainable, or only a submodule is wrapped in DDP; with
             the first sample, if the forward pass writes to a buffer.
 
     Not supported: modules that mix the samples of a batch (see
@@ -148,7 +148,7 @@ class PerSampleGradients(BatchClipper):
 
 
 class _Carry:
-    """A test whether a module keeps anything of a sample in an attribute that is no buffer.
+    """A test whether a loss module keeps data of a sample in an attribute that is no buffer.
 
     Args:
         loss: the loss module; it has not been called under ``vmap`` yet.
@@ -164,10 +164,10 @@ class _Carry:
             self._losses = None
 
     def check(self, sample: Any) -> bool:
-        """Raise ``ValueError`` if a sample's loss depends on the sample of the call before.
+        """Raise ``ValueError`` if a sample's loss depends on the sample of the previous call.
 
         Returns:
-            Whether the test was made; it needs a sample that differs from the first.
+            False if the test needs another sample, since this one equals the first; else True.
         """
         if self._losses is None:
             return True
@@ -184,9 +184,9 @@ class _Carry:
         rtol = torch.finfo(found[0].dtype).eps ** 0.5
         if not torch.allclose(found[0], found[1], rtol=rtol, atol=0, equal_nan=True):
             raise ValueError(
-                "the forward pass keeps something of a sample that changes the loss of the next, "
-                "and clipping does not bound this effect. Look for tensors in ordinary attributes "
-                "of modules, which are written in one pass and read in another"
+                "the forward pass keeps something of a sample that changes the loss of the next "
+                "sample, and clipping does not bound this effect. Look for tensors in attributes "
+                "of modules (not buffers) that one forward pass writes and the next one reads"
             )
         return True
 
@@ -204,21 +204,21 @@ class _Loss(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside ``DistributedDataParallel`` and ``torch.compile``."""
+    """Return the model inside DDP and ``torch.compile``; refuse submodules that are in DDP."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         is_ddp = isinstance(model, DistributedDataParallel)
         model = cast(nn.Module, model.module if is_ddp else model._orig_mod)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) or is_replicated(module):
             raise ValueError(
-                "DDP would average raw gradients of one sample: wrap the whole model in "
-                f"DistributedDataParallel or nothing, not {type(module).__name__} inside of it"
+                f"DDP on the submodule {type(module).__name__} would average raw gradients of "
+                "single samples: wrap the whole model in DistributedDataParallel or nothing"
             )
     return model
 
 
 def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
-    """Raise ``ValueError``, with the names of all parameters that have no gradient."""
+    """Raise ``ValueError`` if parameters have no gradient, with their names without ``prefix``."""
     unused = [
         name.removeprefix(prefix)
         for name, gradient in zip(names, gradients, strict=True)

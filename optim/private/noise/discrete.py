@@ -33,12 +33,12 @@ class Grid:
 
     @classmethod
     def of(cls, noise_multiplier: float, sensitivity: float, elements: int) -> "Grid":
-        r"""Return the grid for sums of ``elements`` elements with the sensitivity C.
+        r"""Return the grid for sums of ``elements`` numbers, with sensitivity C and noise sigma C.
 
         Rounding to multiples of g moves each element of two neighbouring sums by g / 2 at most, so
         they then differ by at most C + sqrt(elements) g, and s is sigma (C + sqrt(elements) g) / g,
-        rounded up.  (Kairouz, Liu & Steinke, ICML 2021, round each sample by itself, once: theirs
-        is sqrt(elements) g / 2.)
+        rounded up.  (Kairouz, Liu & Steinke, ICML 2021, round each sample's vector once: their
+        second term is sqrt(elements) g / 2.)
 
         Accountants' figures for sigma hold: between a discrete Gaussian and one moved by a vector
         of the grid, Renyi divergences are those of the Gaussian, with sampling exactly for whole
@@ -131,7 +131,7 @@ def _accepted(laplace: Integers, scale: int, generator: np.random.Generator) -> 
 def _happens(
     numerators: Integers, denominator: int, generator: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Return whether events of probability exp(-numerator / denominator) happen; fractions <= 1.
+    """Draw an event of probability exp(-x) for each x = numerator / denominator <= 1.
 
     Of independent events of probability x / 1, x / 2, x / 3, ... the first that does not happen
     has an odd number with probability exp(-x) (von Neumann).

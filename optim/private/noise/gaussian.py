@@ -46,7 +46,7 @@ def on_pieces_(
     change: Callable[[Values, np.random.Generator], None],
     stream: Stream,
 ) -> None:
-    """Change tensors in place, piece by piece on several threads, each with its own generator.
+    """Call ``change`` on blocks of tensors, in threads; each block has a generator of its own.
 
     The noise does not depend on the number of threads.  Tensors of a GPU are copied to the CPU and
     back, since PyTorch's generators of GPUs have only 64 bits of seed.

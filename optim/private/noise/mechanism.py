@@ -38,7 +38,7 @@ class Released:
 
 
 class GaussianMechanism(Settled, Unrepeatable):
-    r"""Adds noise of a given multiplier to sums of clipped gradients, and exchanges them.
+    r"""The Gaussian mechanism: adds noise to the ranks' sums of clipped gradients, exchanges them.
 
     With S_i the clipped sum of rank i of N, C the norm to which each sample was clipped, sigma the
     noise multiplier, B a public divisor and T the exchange's compressor:
@@ -56,7 +56,7 @@ class GaussianMechanism(Settled, Unrepeatable):
     of each.
 
     Args:
-        exchange: the exchange, with the compressor, the memory and the transport.
+        exchange: the exchange, with the compressor, the error feedback and the transport.
         place: where noise is added: one of the four placements above.
         noise_multiplier: sigma, the standard deviation of the noise over ``max_grad_norm``.
         max_grad_norm: C, the norm to which each sample's gradient was clipped.
@@ -72,9 +72,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         releases: the counts of releases on which the residuals of the exchange depend.
 
     Raises:
-        PrivacyError: for a combination that would not be private, and for an exchange with
+        PrivacyError: for an exchange that is not private with the placement, or that already has
             residuals; later, for a change of settings.
-        ValueError: for settings that cannot work.
+        ValueError: for arguments out of range, and ``"central"`` without owners of shards.
 
     Example::
 
@@ -115,9 +115,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         state = exchange.state_dict()
         if state.get("memory") or state.get("server_memory"):
             raise PrivacyError(
-                "the exchange has residuals, perhaps of gradients without noise, and would "
-                "release them: give a new Exchange. Load a private exchange's checkpoint after "
-                "make_private()"
+                "GaussianMechanism: the exchange has residuals, perhaps of gradients without "
+                "noise, and would release them: pass a new Exchange. Load the checkpoint of a "
+                "private exchange after make_private()"
             )
         self.exchange = exchange
         self.place = place
@@ -149,8 +149,9 @@ class GaussianMechanism(Settled, Unrepeatable):
         changed = [name for name, value in self._parts.items() if now.get(name) != value]
         if changed:
             raise PrivacyError(
-                f"the exchange was changed after it was judged: {', '.join(changed)}. Nothing was "
-                "released; call make_private() anew, with a new exchange"
+                "GaussianMechanism: the exchange was changed after it was judged: "
+                f"{', '.join(changed)}. Nothing was released; call make_private() again, with a "
+                "new exchange"
             )
 
     def release(self, sums: Mapping[str, torch.Tensor]) -> Released:
@@ -166,7 +167,7 @@ class GaussianMechanism(Settled, Unrepeatable):
         return self.exchange.transport.run(self.round(sums))
 
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
-        """Return :meth:`release` as a round: a generator of requests, as ``Exchange.round`` is."""
+        """Return :meth:`release` as a round of an exchange: a generator of transport requests."""
         self.require_unchanged()
         exchange = self.exchange
         ranks = exchange.transport.world_size
@@ -232,9 +233,9 @@ class GaussianMechanism(Settled, Unrepeatable):
 
 
 def _parts_of(exchange: Exchange) -> dict[str, Any]:
-    """Return the settings and parts of an exchange on which a privacy verdict depends, by name.
+    """Return the settings and objects of an exchange on which its privacy depends, by name.
 
-    Memories and transports are compared by identity.
+    Error-feedback memories and transports are compared by identity.
     """
     return {
         **exchange.settings.as_dict(),

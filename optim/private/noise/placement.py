@@ -30,18 +30,19 @@ class Scheme:
 
     Attributes:
         unit: the protected unit: a ``"sample"``, or a ``"client"`` with all of its data.
-        place: where noise is added: ``"central"``, once, to the exact sum; ``"shares"``, a share of
-            sigma C / sqrt(N) on each rank; ``"local"``, all of sigma C on each rank;
-            ``"aggregate"``, to the sum of the compressed messages.
+        place: where noise is added, with noise multiplier sigma and clipping norm C: ``"central"``,
+            once, to the exact sum; ``"shares"``, sigma C / sqrt(N) on each rank; ``"local"``, all
+            of sigma C on each rank; ``"aggregate"``, to the sum of the compressed messages.
         compressor: the compressor of parameters that are not exempt.
         exempt: the compressor of exempt parameters.
-        feedback: the vectors of which residuals are kept: ``"before_noise"``, clean vectors;
+        feedback: the vectors with error feedback: ``"before_noise"``, vectors without noise;
             ``"after_noise"``, noised vectors; or ``"none"``.
-        feedback_linear: whether residuals are kept in full; each rank rounds 4 or 16 bits anew.
+        feedback_linear: whether residuals are kept in float32; each rank rounds 4 or 16 bits anew.
         world_size: N, the number of ranks.
         clipping: the vector that is clipped to C: ``"unit"``, one sample's gradient or one client's
-            delta; ``"message"``, after compression (and, unless linear, decompression).
-        norm_bound: the largest norm of a message over that of its vector; by default the
+            delta (parameters before minus after its local steps); ``"message"``, after compression
+            (and, unless linear, decompression).
+        norm_bound: the largest ratio of a compressed to an uncompressed norm; by default the
             compressor's for one parameter of 2^20 elements.
     """
 
@@ -70,8 +71,8 @@ class Scheme:
     def of(cls, exchange: Exchange, place: Place, unit: Unit = "sample", **stated: Any) -> "Scheme":
         """Return the scheme of an exchange of this library; ``stated`` overrides fields.
 
-        Residuals of clients are of clean deltas, and those under ``"aggregate"`` of clean
-        gradients; elsewhere they are noised already.
+        Residuals of clients, and residuals with placement ``"aggregate"``, are of vectors without
+        noise; all other residuals are of noised vectors.
         """
         feedback = "before_noise" if unit == "client" or place == "aggregate" else "after_noise"
         usual = {
@@ -97,10 +98,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The guarantee of a valid scheme, in multiples of sigma and sigma C.
+    """The guarantee of a valid :class:`Scheme` with noise multiplier sigma and clipping norm C.
 
     Attributes:
-        rule: the number of the applied rule in the documentation.
+        rule: the number of the applied rule of noise placement, as in ``docs/private.md``.
         peer_multiplier: the accountant's noise multiplier over sigma, for observers of single
             ranks' messages; 0 for no protection.  For observers of the model it is 1.
         std: the standard deviation of the noise in each vector to which it is added, over sigma C.
@@ -161,8 +162,8 @@ def judge(scheme: Scheme) -> Verdict:
     if scheme.feedback == "before_noise":
         _refuse(
             10,
-            "error feedback of clean gradients brings a sample back in steps in which it was not "
-            "drawn, which no accountant of sampled steps covers",
+            "error feedback of gradients without noise releases a sample in later steps in which "
+            "it was not drawn, which no accountant of sampled steps covers",
             "error feedback of noised gradients: placement 'central', 'shares' or 'local'",
         )
     variance = 1.0 if scheme.is_dense else None
@@ -187,8 +188,8 @@ def judge(scheme: Scheme) -> Verdict:
     if not scheme.is_linear:
         _refuse(
             8,
-            f"noise on the sum of clean gradients after {name}: one sample can change that sum by "
-            "much more than C",
+            f"noise on the sum of gradients compressed by {name}: one sample can change that sum "
+            "by much more than the clipping norm C",
             "placement 'local', or 'central'; or a linear compressor (random_k, srht, "
             "count_sketch) with exempt_bits=32",
         )
@@ -204,13 +205,13 @@ def judge(scheme: Scheme) -> Verdict:
 
 
 def require_known_variance(optimizer: type, scheme: Scheme) -> None:
-    """Raise ``PrivacyError`` if an optimizer class needs the noise variance of a scheme without."""
+    """Raise ``PrivacyError`` if an optimizer needs the noise variance, and it is not known."""
     needs = issubclass(optimizer, NoisedOptimizer) and optimizer.needs_noise_variance
     if needs and judge(scheme).variance_of_sum is None:
         raise PrivacyError(
             f"{optimizer.__name__} subtracts the variance of the noise, which is not known (rule "
-            f"17) after {scheme.compressor}: its output is mostly zeros, or noise of another size. "
-            "Valid instead: no compressor, or DPAdam or DPMicroAdam"
+            f"17) after compression by {scheme.compressor}: elements are mostly zeros, or have "
+            "noise of another size. Valid instead: no compressor, or DPAdam or DPMicroAdam"
         )
 
 
@@ -225,8 +226,8 @@ def _judge_client(scheme: Scheme) -> Verdict:
     if scheme.clipping != "message" and _norm_bound(scheme) > 1:
         _refuse(
             12,
-            f"a delta is clipped before {scheme.compressor}, which may make it longer",
-            "clip again on arrival: clipping='message'",
+            f"a client's delta is clipped before {scheme.compressor}, which may increase its norm",
+            "clip the message again on arrival: clipping='message'",
         )
     rule = 13 if scheme.is_linear and not scheme.is_dense else 11
     variance = 1.0 if scheme.is_dense else None

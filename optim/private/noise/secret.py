@@ -28,13 +28,13 @@ class Secret(Unrepeatable):
     Differential privacy holds against observers that do not know the noise.  A seed that a user
     chose is known; the state of a generator in a checkpoint is known; and if a resumed run draws
     the same noise again, the difference of two releases shows the data clean.  So the key is drawn
-    anew in every process, cannot be saved, and no stream is used twice: its label has the purpose,
-    the rank and the step.  A forked child forgets the key.
+    anew in every process, cannot be saved, and no stream is used twice: a stream's label has the
+    purpose, the rank and the step.  A forked child process forgets the key.
 
-    The key has 512 bits, of 256 random ones.  Each piece of a stream has a generator of its own,
-    NumPy's Philox (4x64, 10 rounds; Salmon et al., SC 2011), whose 128-bit key and start are a
+    The key has 512 bits, hashed from 256 random bits.  A stream is a sequence of generators of
+    NumPy's Philox (4x64, 10 rounds; Salmon et al., SC 2011) with a 128-bit key and start that are a
     hash of the label, keyed with the secret (BLAKE2b).  To try all keys is hopeless, and no two
-    pieces coincide.  Philox passes all known statistical tests but was not made to withstand
+    generators coincide.  Philox passes all known statistical tests but was not made to withstand
     cryptanalysis: no attack on it is known, nor is there a proof.  (``torch.Generator`` on a CPU
     keeps 32 bits of a seed: one released step tells which.)
 
@@ -69,15 +69,15 @@ class Secret(Unrepeatable):
         """Return the Philox key and the upper half of the counter for a label, 128 bits each."""
         if not self._key:
             raise PrivacyError(
-                "this process was forked off after its secret had been drawn, and would repeat "
-                "the noise of its parent: call make_private in the process that trains"
+                "Secret: this process was forked off after its secret had been drawn, and would "
+                "repeat the noise of its parent: call make_private() in the process that trains"
             )
         digest = hashlib.blake2b(label.encode(), key=self._key, digest_size=32).digest()
         return int.from_bytes(digest[:16], "little"), int.from_bytes(digest[16:], "little")
 
 
 class Stream:
-    """Random numbers for one purpose, rank and step, in independent pieces, one per generator."""
+    """Random numbers for one purpose, rank and step: a sequence of independent generators."""
 
     def __init__(self, secret: Secret, label: str) -> None:
         self._secret = secret
@@ -85,21 +85,21 @@ class Stream:
         self._pieces = 0
 
     def seeds(self) -> tuple[int, int]:
-        """Return Philox's key, 128 bits, and its counter, 256 bits, for the next piece.
+        """Return Philox's key, 128 bits, and counter, 256 bits, for the next generator.
 
-        The lower half of the counter is 0: it counts within the piece, up to 2^130 numbers.
+        The lower half of the counter is 0: it counts the generator's numbers, up to 2^130.
         """
         key, start = self._secret.seeds(f"{self._label} {self._pieces}")
         self._pieces += 1
         return key, start << 128
 
     def generator(self) -> np.random.Generator:
-        """Return a NumPy generator for the next piece, independent of all other pieces."""
+        """Return the next NumPy generator, independent of all others of this stream."""
         key, counter = self.seeds()
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def draw(self, count: int, rate: float) -> list[int]:
-        """Return each number below ``count`` with probability ``rate``, independently.
+        """Return a random subset of ``range(count)``: each number with probability ``rate``.
 
         The probability is rounded down to a multiple of 2^-53, never up: less is more private.
         """

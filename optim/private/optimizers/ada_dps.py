@@ -101,12 +101,12 @@ class AdaDPS(PublicDescent):
 
 
 class AdaS(AdaDPS):
-    """AdaDPS without privacy: SGD on gradients that side information preconditions.
+    """AdaDPS without privacy: SGD on gradients divided by public side information.
 
     As :class:`AdaDPS`, without clipping, noise and per-sample gradients: step 2 is applied to the
     mean gradient in ``p.grad``.  A cheap alternative to adaptive methods where side information is
     at hand, the upper bound for AdaDPS, and the clients' optimizer in federated AdaDPS
-    (Algorithm 3), where deltas are clipped and noised instead of gradients.
+    (Algorithm 3), where clients' parameter changes are clipped and noised instead of gradients.
 
     Not for private training: under a :class:`~comm_hooks.optim.private.PrivacyEngine` it would
     precondition noised gradients, as :class:`~comm_hooks.optim.private.DPRPub` does.

@@ -71,8 +71,8 @@ class NoisedOptimizer(ExactStateOptimizer):
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
             of another optimizer; for public gradients that do not fit the parameters or are not
             finite.
-        RuntimeError: from :meth:`step` if it needs :meth:`transform`, which was not called since
-            the last one.
+        RuntimeError: from :meth:`step` of an optimizer that scales gradients, if :meth:`transform`
+            was not called for this step.
 
     Not supported: a learning rate that is a tensor, ``torch.compile`` of the step, sharded
     parameters (DTensors).  Gradients are not checked for NaN and infinity.
@@ -96,13 +96,13 @@ class NoisedOptimizer(ExactStateOptimizer):
 
 
 class Descent(BatchedOptimizer, NoisedOptimizer):
-    """Heavy-ball descent along the noised gradients; the published algorithms are made of it.
+    """Heavy-ball descent along noised gradients: the base class of the published algorithms.
 
-    With u a parameter's direction, theta = (1 - lr weight_decay) theta - lr b, where
-    b = momentum b + u; with ``nesterov`` u + momentum b takes the place of b.
+    A parameter theta with direction u moves to (1 - lr weight_decay) theta - lr b, where
+    b = momentum b + u, zero at first; with ``nesterov`` u + momentum b takes the place of b.
 
-    An algorithm adds a scaling of gradients before they are clipped (:meth:`_factors`), other
-    directions (:meth:`_directions`), or another step (:meth:`_move`).
+    A subclass may scale gradients before they are clipped (:meth:`_factors`), or define other
+    directions (:meth:`_directions`; by default the gradients) or another step (:meth:`_move`).
 
     Args:
         params: parameters, named parameters or parameter groups.
@@ -148,14 +148,14 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         super().load_state_dict(state_dict)
 
     def _observe(self) -> None:
-        """Evaluate public gradients, once per step, before anything else has changed."""
+        """Evaluate public gradients: once per step, before the state or parameters change."""
 
     def _factors(self, parameters: Tensors, group: Group) -> Factors | None:
-        """Return scales and shifts of gradients of one group's parameters; None for no scaling."""
+        """Return scales and shifts of the gradients of one group; None for no scaling."""
         return None
 
     def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
-        """Return the directions of the step for parameters of one group, device and dtype.
+        """Return the directions of the step, for parameters of one group, device and dtype.
 
         ``gradients`` are float32 or wider, and must not be overwritten.
         """
@@ -245,7 +245,7 @@ class PublicDescent(Descent):
                 )
 
     def _observe(self) -> None:
-        """Update v and m with new public gradients."""
+        """Update ``public_exp_avg_sq`` and ``public_exp_avg`` with new public gradients."""
         if self._public_gradients is None:
             return
         self._public = in_order(self, "public_gradients", self._public_gradients())
@@ -304,7 +304,7 @@ def in_order(
     """Return a public tensor for each parameter, in its shape and dtype and on its device.
 
     Args:
-        what: the name of the values in messages.
+        what: the name of the argument ``values`` in error messages.
         values: public tensors, in shapes that broadcast to those of the parameters.
         default: the value for parameters that are not named; None to require all names.
 
@@ -315,7 +315,7 @@ def in_order(
     parameters, names = parameters_of(groups), names_of(groups)
     require_kind(optimizer, what, values, Mapping)
     if not all("param_names" in group for group in groups):
-        raise ValueError(f"{owner}: {what} has names: pass model.named_parameters() as params")
+        raise ValueError(f"{owner}: {what} goes by names: pass model.named_parameters() as params")
     for name in values:
         if name not in names:
             raise ValueError(f"{owner}: {what}: {unknown('parameter', name, names)}")

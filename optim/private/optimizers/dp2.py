@@ -13,7 +13,7 @@ from comm_hooks.requirements import require_choice, require_positive, require_wi
 
 
 class DP2(Descent):
-    r"""DP^2: phases of DP-SGD alternate with phases that use the measured preconditioner.
+    r"""DP^2: phases of DP-SGD alternate with phases of preconditioned DP-SGD.
 
     Needs no public data: averages over ``sgd_steps`` noised gradients have ``sgd_steps`` times less
     noise in their variance than one of them, and the geometry of the gradients changes slowly.
@@ -103,7 +103,7 @@ class DP2(Descent):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _place(self) -> int:
-        """Return the number of steps taken since the start of the present pair of phases."""
+        """Return the number of steps since the DP-SGD phase of the present pair of phases began."""
         taken = max(int(self._steps(p)) for p in self._parameters())
         return taken % (self.sgd_steps + self.preconditioned_steps)
 

@@ -25,9 +25,10 @@ class MomentsOptimizer(Descent):
     def _divisors(
         self, seconds: Tensors, steps: list[int], members: Tensors, group: Group
     ) -> Tensors:
-        """Turn ``seconds``, v / (1 - beta2^t) of each of ``members``, in place, into divisors.
+        """Replace corrected second moments v / (1 - beta2^t), ``seconds``, by the step's divisors.
 
-        A divisor is that of m / (1 - beta1^t); ``steps`` are the t.
+        The step is m / (1 - beta1^t) over the divisor, m being the first moment; ``steps`` holds t
+        for each parameter in ``members``.
         """
         torch._foreach_sqrt_(seconds)
         torch._foreach_add_(seconds, group["eps"])
@@ -93,7 +94,7 @@ class DPAdam(MomentsOptimizer):
 
 
 class DPAdamBC(MomentsOptimizer):
-    r"""Adam on the noised gradient, which subtracts the noise's share from the second moment.
+    r"""Adam on the noised gradient, with the noise variance subtracted from the second moment.
 
     With g the noised mean of clipped gradients in ``p.grad``, Phi the variance of the noise in one
     of its coordinates (``noise_variance``), and m = v = phi = 0 at first:
@@ -195,7 +196,7 @@ class DPAdamBC(MomentsOptimizer):
 def suggested_gamma(
     noise_variance: float, beta2: float = 0.999, *, steps: int | None = None, alpha: float = 0.05
 ) -> float:
-    r"""Return a bound of the noise in one coordinate of DP-AdamBC's second moment.
+    r"""Return a floor gamma for DPAdamBC: a bound of the noise in its second moment v_hat.
 
     With a lower floor the noise decides the size of steps.  After t steps with the variance Phi,
     v_hat - Phi is off by less than the bound with a probability of at least 1 - alpha:

@@ -22,9 +22,9 @@ _RESIDUALS: dict[int, Compressor] = {4: Quantize(bits=4, stochastic=True), 32: I
 class DPMicroAdam(MomentsOptimizer):
     r"""Adam on the largest elements of the noised gradient, in less than one byte per parameter.
 
-    Instead of moments it keeps the last ``window`` sparsified gradients and, in 4 bits, the
-    residual.  With g the noised mean of clipped gradients in ``p.grad``, in step t and for one
-    parameter:
+    Instead of moments it keeps the last ``window`` sparsified gradients and the residual e in 4
+    bits (Q: rounding to them).  With g the noised mean of clipped gradients in ``p.grad``, in step
+    t and for one parameter:
 
     1. a = g + Q^-1(e);
     2. V = the ``ceil(density x block)`` elements of a of largest magnitude in each block, the

@@ -32,7 +32,7 @@ class DPRPub(PublicDescent):
     Source: Li et al., ICML 2022, Section 6.1.1.
 
     Args:
-        params, lr, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
+        params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: called once per step; see :class:`~comm_hooks.optim.private.AdaDPS`.
         beta: the decay rate of v, in [0, 1).
         eps: added to sqrt(v); positive.
@@ -70,7 +70,7 @@ class DPRPub(PublicDescent):
 
 
 class DPAdamPub(PublicDescent):
-    r"""DP-Adam-Pub: Adam on a mixture of noised and public gradients, with v of the public ones.
+    r"""DP-Adam-Pub: Adam on a mix of noised and public gradients, with v of public gradients.
 
     With g the noised mean in ``p.grad`` and ghat the gradient of a public batch:
 
@@ -135,14 +135,14 @@ class PDADPMD(Descent):
     3. theta = (1 - lr weight_decay) theta - lr b, with b = momentum b + u.
 
     It starts with private gradients alone and ends with public ones, which have no noise.  Stop
-    after ``total_steps``: from there on private gradients are paid for and not used.
+    after ``total_steps``: from there on private gradients cost privacy and are not used.
 
     Source: Amid et al., "Public Data-Assisted Mirror Descent for Private Model Training", 2021: the
     first-order approximation of mirror descent with the public loss as the mirror map.  ghat is not
     clipped, as in the code of AdaDPS (Li et al., ICML 2022, Table 2).
 
     Args:
-        params, lr, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
+        params, lr, momentum, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         public_gradients: called once per step; see :class:`~comm_hooks.optim.private.AdaDPS`.
         total_steps: the number of steps of the run, at least 1.
 

@@ -110,7 +110,7 @@ def mean_tf_idf(documents: torch.Tensor) -> torch.Tensor:
 
 
 def _relative(what: str, values: torch.Tensor) -> torch.Tensor:
-    """Return a vector divided by its largest element; raise if it is not a vector of counts."""
+    """Return a vector of counts over its largest element; raise ``ValueError`` for other values."""
     if values.ndim != 1 or not len(values):
         raise ValueError(f"{what} must be a vector, got shape {tuple(values.shape)}")
     _require_counts(what, values)
@@ -126,7 +126,7 @@ def _require_counts(what: str, values: torch.Tensor) -> None:
 
 
 class PublicGradients:
-    """A function that returns the mean gradient of the next public batch, without end.
+    """A function that returns the mean gradient of the next public batch; batches start over.
 
     Pass it as ``public_gradients`` of :class:`~comm_hooks.optim.private.AdaDPS` or a baseline,
     which call it once per step.  ``p.grad`` and the hooks of DDP are left alone.

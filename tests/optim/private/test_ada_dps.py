@@ -166,7 +166,7 @@ def test_bad_public_gradients_are_refused() -> None:
 
 
 def test_names_need_names() -> None:
-    with pytest.raises(ValueError, match=r"has names: pass model.named_parameters\(\)"):
+    with pytest.raises(ValueError, match=r"goes by names: pass model.named_parameters\(\)"):
         AdaDPS(fresh().values(), LR, side_information=SCALES)
     tensors = {"weight": torch.full((6, 1), 0.5), "bias": torch.tensor(0.25)}
     transform = AdaDPS(fresh().items(), LR, side_information=tensors).transform()

@@ -231,7 +231,7 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: DataLoader(Stream(), 2), "Stream has no samples that could be drawn"),
+        (lambda: DataLoader(Stream(), 2), "Stream has no samples that can be drawn"),
         (lambda: DataLoader(DATASET, batch_size=None), "draws with NoneType and"),
         (
             lambda: DataLoader(DATASET, 2, sampler=SubsetRandomSampler([1, 2])),

@@ -135,7 +135,7 @@ def test_the_engine_compares_data() -> None:
 @pytest.mark.parametrize("kind", ["one flag", "bytes", "structure"])
 def test_samples_of_many_things_are_compared(kind: str) -> None:
     for message in outcomes(kind):
-        assert "the sample at place 5 is" in message
+        assert "the sample at index 5 is" in message
         assert "on ranks 0, 2" in message
 
 

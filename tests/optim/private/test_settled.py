@@ -141,7 +141,7 @@ def test_a_change_in_the_middle_of_a_step_or_out_of_range() -> None:
     engine = PrivacyEngine()
     _, optimizer, loader = private(engine)
     optimizer.backward(next(iter(loader)))
-    with pytest.raises(PrivacyError, match="changed between steps, and this one has begun"):
+    with pytest.raises(PrivacyError, match="changed only between steps, and backward"):
         engine.change(optimizer, max_grad_norm=1.0)
     optimizer.step()
     for value in (0.0, -1.0, float("inf"), float("nan")):
