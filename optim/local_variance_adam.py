@@ -27,7 +27,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
     the server linear, at the price of a warm-up and of a v that gets stale.  Here the division
     comes *before* the exchange, where gradients are dense.  Per step, on rank i:
 
-    1. v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
+    1. with the gradient g_i, v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
     2. u_i = g_i / (sqrt(v-hat_i) + eps),  n_i = beta1 n + (1 - beta1) u_i, n being the same on all
        ranks;
     3. n = the exchange's mean of n_i, error feedback included;  n-hat = n / (1 - beta1^t);
@@ -130,7 +130,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
             along_(held(group), momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _lengths(self, states: States, t: int) -> Tensors:
-        """Return s of step 4 for each parameter group, as float32 scalars on the device."""
+        """Return the factor s of step 4 for each group, as float32 scalars on the device."""
         total: Tensors = []
         for own, group in self._groups():
             beta1, beta2 = group["betas"]

@@ -188,10 +188,10 @@ def predict(
     4. the optimizer; its rounds overlap with nothing.
 
     Args:
-        plan: of the method.
-        network: between the ranks.
-        forward_backward: seconds of forward and backward.
-        optimizer: seconds of the user's optimizer.
+        plan: the plan of the method.
+        network: the network between the ranks.
+        forward_backward: the seconds of forward and backward pass.
+        optimizer: the seconds of a step of the user's optimizer.
 
     Example::
 
@@ -215,7 +215,7 @@ def predict(
 
 
 def matrix_shapes(numel: int) -> tuple[tuple[int, ...], ...]:
-    """Return a model of equal square matrices with so many parameters.
+    """Return the parameter shapes of a model of equal square matrices with ``numel`` elements.
 
     Example::
 

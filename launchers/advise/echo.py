@@ -19,7 +19,7 @@ from comm_hooks.wire.summed_header import MARKS_START
 
 
 class Echo(Transport):
-    """A transport of rank 0 of N simulated ranks: each reply repeats this rank's own payload.
+    """The transport of rank 0 of N simulated ranks: all ranks send copies of its own payload.
 
     Args:
         world_size: N, the number of ranks.
@@ -68,7 +68,7 @@ class Echo(Transport):
     def _answer(self, request: Request) -> Any:
         payload, ranks = request.payload, self.world_size
         if request.group:
-            raise ValueError("hierarchical exchanges are not predicted")
+            raise ValueError("advise cannot predict collective='hierarchical': use another one")
         if isinstance(request, AllGatherObject):
             return [payload] * ranks
         assert isinstance(request, AllReduce | AllGather | AllToAll)

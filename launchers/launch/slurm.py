@@ -24,7 +24,7 @@ def srun(job: Job, nodes: int) -> Command:
 
 
 def task_of_srun(job: Job, process: LauncherEnvironment, environment: Mapping[str, str]) -> Job:
-    """Return the job with the nodes, the node rank and the head that Slurm tells a task.
+    """Return the job with the nodes, the node rank and the head that Slurm gives to a task.
 
     Raises:
         ValueError: if srun started several tasks on a node, each of which would start all ranks.

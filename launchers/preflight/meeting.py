@@ -27,7 +27,7 @@ class MeetingError(ValueError):
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that check together, and the place of this process among them.
+    """The processes that run a preflight together, and the rank of this process among them.
 
     Attributes:
         head: the endpoint of the store; None for a process on its own.
@@ -63,7 +63,7 @@ def find_party(
     nproc: int | None,
     environment: Mapping[str, str],
 ) -> Party:
-    """Return the processes that check together, from the options or from the launcher.
+    """Return the processes that run a preflight together, from the options or the launcher.
 
     Raises:
         ValueError: for several nodes without a head, and for options that the launcher has set.
@@ -128,7 +128,7 @@ class Meeting:
                         missing.remove(rank)
             except RuntimeError as error:
                 raise MeetingError(
-                    f"lost {self.member} 0, which holds the store: its last message says why"
+                    f"lost the connection to {self.member} 0, which hosts the store: see its output"
                 ) from error
             if not missing or time.monotonic() > deadline:
                 return heard, missing
@@ -142,7 +142,7 @@ class Meeting:
         return heard[0]
 
     def leave(self, seconds: float = 10.0) -> None:
-        """End this process's part; the store's host waits until all others have ended theirs."""
+        """Leave the meeting; the process that hosts the store waits until all others have left."""
         self.tell("leaves", True)
         if self._hosts:
             came = [r for r in range(self.size) if self.store.check([f"facts/{r}"])]

@@ -93,7 +93,7 @@ class Marina(ExchangingOptimizer):
         super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, p=p)
         if not exchange.compressor.unbiased:
             raise ValueError(
-                f"Marina: the compressor must be unbiased, for the errors of differences add up; "
+                f"Marina: the compressor must be unbiased, because errors of differences add up; "
                 f"got {exchange.compressor}"
             )
         if exchange.memory is not None:
@@ -131,7 +131,7 @@ class Marina(ExchangingOptimizer):
     def _step(
         self, gradients: Tensors, old: Tensors | None = None, before: Tensors | None = None
     ) -> None:
-        """Update the estimate from the gradients at x', or return to x.
+        """Update the estimate g from the gradients at x', or return to x if any is not finite.
 
         Args:
             gradients: the gradients at x', which are overwritten.

@@ -34,7 +34,7 @@ class AccumulationCheck:
         self._warned = False
 
     def check(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Warn if a backward pass, given its first bucket, averages old averages again."""
+        """Warn if the backward pass of this first bucket averages averaged gradients again."""
         if self._warned or bucket.buffer().is_sparse:
             return
         parameter = bucket.parameters()[0]

@@ -23,7 +23,7 @@ class CompressedReduction:
     """The exchange of an FSDP2 model's gradients, and the state that every rank saves.
 
     Args:
-        exchange: averages shards of gradients.
+        exchange: the exchange that averages shards of gradients.
         units: the FSDP modules of the model.
         shards: the indices of the shards with residuals on this rank.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -91,7 +91,7 @@ class CompressedReduction:
         self.exchange.load_state_dicts(states)
 
     def begin(self) -> float:
-        """Compare the weights of replicas, if they are due, and return the present loss scale."""
+        """Compare the weights of replicas, if that is due, and return the present loss scale."""
         if self._replicas:
             self._replicas.compare(self.exchange)
         return float(self._loss_scale()) if self._loss_scale else 1.0
@@ -171,10 +171,10 @@ def new_exchange(
     group: dist.ProcessGroup,
     settings: Mapping[str, Any],
 ) -> Exchange:
-    """Return an exchange over a process group that also compares the model's parameters.
+    """Return an exchange that also compares parameter names and shapes between ranks.
 
     Raises:
-        ValueError: for bad settings, or a memory that sends changes instead of gradients.
+        ValueError: for invalid settings, or a memory that sends changes instead of gradients.
     """
     exchange = Exchange(ExchangeSettings.of(compressor, **settings), process_group=group)
     require_gradients(exchange.settings, caller)

@@ -85,7 +85,7 @@ class Unit:
         return {self._name(p): p.sharded_param.to_local() for p in self.group.fsdp_params}
 
     def pieces(self, *, frozen: bool = False) -> list[Piece]:
-        """Return the pieces of the flat gradient; ``frozen``: frozen parameters included."""
+        """Return each trainable (with ``frozen``: each) parameter's piece of the flat gradient."""
         ranks = self.group.mesh_info.shard_mesh_size
         pieces = []
         for parameter in self.group.fsdp_params:
