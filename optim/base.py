@@ -181,8 +181,8 @@ def require_distinct_names(owner: object, names: Sequence[str]) -> None:
     if repeated := sorted(name for name, count in counts.items() if count > 1):
         name = owner if isinstance(owner, str) else type(owner).__name__
         raise ValueError(
-            f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}, by which "
-            "saved state is found: take all names from one module that holds them, such as "
+            f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: saved "
+            "state is found by name, so take all names from one module with all of them, such as "
             "torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder}).named_parameters()"
         )
 

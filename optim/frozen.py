@@ -54,7 +54,7 @@ def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
         if members and not kept and isinstance(members[0], tuple):
             groups[-1]["param_names"] = []  # torch asks all groups for names, or none
     if left_out and not any(group["params"] for group in groups):
-        raise ValueError("all the parameters are frozen: set requires_grad=True to train some")
+        raise ValueError("params: all the parameters are frozen (requires_grad=False)")
     return groups if has_groups else groups[0]["params"], left_out
 
 

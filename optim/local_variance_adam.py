@@ -143,7 +143,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         return [lengthening(mean_sq, ranks, g["betas"][0]).float() for _, g in self._groups()]
 
     def _next_variances(self, states: States) -> Tensors:
-        """Return contiguous copies of v, in which the next v is computed."""
+        """Return contiguous copies of the second moments v, in which the next v is computed."""
         old = values(states, "exp_avg_sq")
         # A state that was just made or loaded may lie in memory in any order.
         if [v.shape for v in self._spare] != [v.shape for v in old] or any(

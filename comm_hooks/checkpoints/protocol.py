@@ -47,7 +47,7 @@ def local_steps(state: Any) -> int | None:
 
 
 def gather_findings(state: RankState, finding: Any) -> list[Any]:
-    """Return the values that all ranks of the run pass as ``finding``, in the same order on all.
+    """Return the values of ``finding`` on all ranks of the run, in the same order on all ranks.
 
     Ranks that hold other parts of a sharded model (``model_parallel_groups`` of the state or of the
     owner of its exchange) are included: a checkpoint is restored as a whole or not at all.

@@ -174,7 +174,7 @@ def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]
 
 
 def _finding(entry: dict[str, Any] | str) -> Any:
-    """Return the values of an entry that ranks compare (ranks and steps), or the problem."""
+    """Return the values of an entry that ranks compare (ranks, steps), or its problem as text."""
     if isinstance(entry, str):
         return entry
     return [entry[_RANKS], entry[_STATE]["step"], entry.get(_LOCAL_STEPS)]

@@ -59,7 +59,7 @@ class Connection:
             count -= size
 
     def receive(self, count: int) -> None:
-        """Receive ``count`` bytes, and drop all but the last ones."""
+        """Receive ``count`` bytes into the buffer, which the next bytes overwrite."""
         while count:
             size = self._socket.recv_into(self._buffer[: min(count, len(self._buffer))])
             if not size:

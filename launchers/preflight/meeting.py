@@ -117,7 +117,7 @@ class Meeting:
     def hear(
         self, what: str, ranks: Iterable[int], seconds: float
     ) -> tuple[dict[int, Any], list[int]]:
-        """Return the messages ``what`` by rank, and the ranks without one after ``seconds``."""
+        """Wait for messages named ``what``; return them by rank, and the ranks without one."""
         missing, heard = list(ranks), {}
         deadline = time.monotonic() + seconds
         while True:

@@ -1,4 +1,4 @@
-"""Checks of the settings of rounds of local steps, before anything is sent."""
+"""Checks of the settings of optimizers of local steps, before anything is sent."""
 
 from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
@@ -34,7 +34,7 @@ def check_rounds(
     look_ahead: float,
     shared_decay: bool,
 ) -> None:
-    """Raise ``ValueError`` if ``LocalRounds`` cannot work with these arguments."""
+    """Raise ``ValueError`` for arguments of LocalRounds that are invalid or exclude each other."""
     require_kind(owner, "inner", inner, Optimizer)
     members = parameters_of(inner.param_groups)
     parameters = [p for p in members if trains(p)]

@@ -206,7 +206,7 @@ class LocalRounds(WrappingOptimizer):
 
     @property
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups over which the model itself is sharded: they never exchange."""
+        """The process groups over which the model is sharded: nothing is averaged inside them."""
         return shard_groups(self.parameters)
 
     @property
@@ -280,7 +280,7 @@ class LocalRounds(WrappingOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange all outstanding progress, so that replicas agree; all ranks must call it."""
+        """Exchange outstanding displacements, so that replicas agree; all ranks must call it."""
         state = self.round_state
         outstanding = state.clock.outstanding
         with state.model.hidden():

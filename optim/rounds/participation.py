@@ -59,7 +59,7 @@ class Aggregate:
 
 @dataclass(eq=False)
 class Collection(ABC):
-    """Averages the contributions of one round; all ranks call :meth:`add` equally often.
+    """Averages the results of a round's clients; all ranks call :meth:`add` equally often.
 
     Args:
         exchange: the exchange that averages displacements over ranks.
@@ -183,7 +183,7 @@ class ClientSampling(ABC):
 
     @abstractmethod
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return an empty collection for the round that :meth:`turns` drew last."""
+        """Return a new :class:`Collection` for the round that :meth:`turns` drew last."""
 
 
 @dataclass(frozen=True)

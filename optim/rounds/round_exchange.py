@@ -53,7 +53,7 @@ class RoundExchange:
         self._shared_decay = shared_decay
 
     def contribution(self, client: int, places: Sequence[int]) -> Contribution | None:
-        """Return a client's displacement since the last exchange, for the parameters ``places``.
+        """Return a client's displacement of the parameters with indices ``places``.
 
         Return None if it is not finite, or so large that a sum over clients would not be finite.
         """
@@ -63,7 +63,7 @@ class RoundExchange:
         return Contribution(client, delta, statistics)
 
     def collection(self, places: Sequence[int]) -> Collection:
-        """Return an object that averages displacements of the parameters ``places`` once."""
+        """Return a new :class:`Collection` for the parameters with indices ``places``."""
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
         statistics = {name: torch.zeros_like(t) for name, t in self._statistics().items()}
@@ -149,7 +149,7 @@ class RoundExchange:
         )
 
     def _shrink(self, places: Sequence[int], factors: np.ndarray) -> None:
-        """Multiply the live parameters at these indices, except for frozen ones, by ``factors``."""
+        """Multiply the parameters with indices ``places``, except frozen ones, by ``factors``."""
         parameters = self.state.parameters
         places = [i for i in places if trains(parameters[i])]
         if places:

@@ -108,7 +108,7 @@ class SharedModel:
         self.note()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Copy the parameters ``places`` to the shared model, and start local steps from there."""
+        """Copy parameters with indices ``places`` to the shared model; local steps start there."""
         shared, live = self.values, self._live(places)
         torch._foreach_copy_([shared[i] for i in places], live)
         if self._hidden is not None:
@@ -117,17 +117,17 @@ class SharedModel:
         self._begin_at_shared(places)
 
     def progress(self, places: Sequence[int]) -> Tensors:
-        """Return the displacements of the parameters ``places``: start minus present values."""
+        """Return start minus present values of the parameters with indices ``places``."""
         starts = self.starts
         return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
 
     def shrink(self, places: Sequence[int], factors: Sequence[float]) -> None:
-        """Multiply shared values and start values of the parameters ``places`` by ``factors``."""
+        """Multiply shared and start values of parameters with indices ``places`` by ``factors``."""
         for values in [self.values] if self._starts is None else [self.values, self.starts]:
             torch._foreach_mul_([values[i] for i in places], list(factors))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
-        """Set the parameters ``places`` (by default all) to the shared model's values."""
+        """Set the parameters with indices ``places`` (by default all) to the shared values."""
         shared = self.values
         places = self._all if places is None else places
         torch._foreach_copy_(self._live(places), [shared[i] for i in places])

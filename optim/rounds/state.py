@@ -276,7 +276,7 @@ class RoundsState:
             )
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return a state's ``"rounds"`` and its inner part; ``ValueError`` if they do not fit."""
+        """Return a state's "rounds" and inner optimizer state; ``ValueError`` if they are unfit."""
         rounds = state.get("rounds")
         if not isinstance(rounds, Mapping):
             raise ValueError(

@@ -331,7 +331,7 @@ def skip_hook(
     state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that communicates nothing: every rank keeps its own gradient.
+    """Communicate nothing: a communication hook with which every rank keeps its own gradient.
 
     For optimizers that own the exchange (``optim.CompressedAdam``), and as the control that any
     method must beat.

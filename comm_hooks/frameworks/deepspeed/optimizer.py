@@ -119,9 +119,9 @@ class SharedNorm:
     """Gives DeepSpeed's 16-bit wrapper one gradient norm for all ranks, instead of each rank's own.
 
     The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
-    parameters, scales the loss, skips steps that overflowed and clips.  It takes gradients for
-    averaged: it would clip a rank's gradients by its own norm, and a norm outside float32's range
-    on one rank only would make that rank skip a step in which the others wait for it.
+    parameters, scales the loss, skips steps that overflowed and clips.  It expects averaged
+    gradients: it would clip each rank's gradients by another norm, and a norm outside float32's
+    range on one rank only would make that rank skip a step in which the others wait for it.
 
     The norm here is the mean over ranks of the norms of their gradients, an upper bound of the norm
     of their mean; DeepSpeed itself clips by it in float32.  One all-reduce of 4 bytes per step, in

@@ -126,7 +126,7 @@ def _reduce(
     waiting: dict[str, torch.Tensor],
     flat: torch.Tensor,
 ) -> None:
-    """The all-reduce hook: average the node's gradient of one module over nodes, in place."""
+    """Average a module's gradient over nodes, in place, as the all-reduce hook of FSDP."""
     if flat.device.type != "cpu":
         # FSDP may free the tensor while this stream still works on it (pytorch#180900).
         flat.record_stream(torch.get_device_module(flat.device.type).current_stream())

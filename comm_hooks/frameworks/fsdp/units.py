@@ -75,7 +75,7 @@ class Unit:
         return self.group.mesh_info.replicate_process_group if self.all_reduces else None
 
     def registered(self) -> list[torch.Tensor]:
-        """Return all tensors that may be the module's parameters: shards and gathered ones."""
+        """Return all tensors that may be the module's parameters: shards and gathered tensors."""
         parameters = self.group.fsdp_params
         gathered = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
         return [*(p.sharded_param for p in parameters), *gathered]
