@@ -216,7 +216,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return finite
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
-        """Yield (slice of :meth:`_parameters`, group) for each group that is not empty here."""
+        """Yield (slice of :meth:`_parameters`, group) for each group not empty on this rank."""
         first = 0
         for group in self.param_groups:
             last = first + len(held(group))

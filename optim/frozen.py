@@ -72,7 +72,7 @@ class FrozenParameters:
         self._has_warned = False
 
     def added(self, parameters: Iterable[torch.Tensor], left_out: Sequence[torch.Tensor]) -> None:
-        """Record an added group: it trains ``parameters``, and ``left_out`` are frozen or empty."""
+        """Record an added group: ``parameters`` are trained, ``left_out`` are frozen or empty."""
         new = {id(whole(parameter)) for parameter in parameters}
         self._left_out = [p for p in (*self._left_out, *left_out) if id(whole(p)) not in new]
 

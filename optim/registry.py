@@ -99,7 +99,7 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     def check(self, owner: str, value: Any) -> None:
-        """Raise ``ValueError`` for a value of another type; the optimizer itself checks ranges."""
+        """Raise ``ValueError`` if ``value`` has none of ``kinds``; the optimizer checks ranges."""
         if not any(_fits(value, kind) for kind in self.kinds):
             words = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
             words |= {type(None): "none", tuple: "two numbers"}

@@ -27,7 +27,7 @@ class RankState(Protocol):
         """Restore the state that this rank saved; raise ``ValueError`` if it does not fit."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
-        """Restore the states of all ranks that saved, in rank order; ``ValueError`` if unfit."""
+        """Restore all ranks' saved states, in rank order; ``ValueError`` if they do not fit."""
 
 
 def exchange_of(state: Any) -> Exchange:

@@ -91,8 +91,8 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
     if len({saved_step for _, saved_step in outcomes}) > 1:
         raise ValueError(
             f"{storage.name} has the files of some parts of the sharded model, but no files of "
-            "others, or files of another step: all are needed, or none (remove the folder to start "
-            "residuals from zero)"
+            "other parts, or files of another step: all are needed, or none (remove the folder to "
+            "start residuals from zero)"
         )
     if saved is None:
         return False
@@ -149,7 +149,7 @@ def _saved(
     if step is not None and saved_step != step:
         raise ValueError(
             f"{storage.name} was saved after {saved_step} exchanges, but the checkpoint after "
-            f"{step}: it belongs to another checkpoint"
+            f"{step}: it belongs to another checkpoint: load both from the same one"
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], storage)

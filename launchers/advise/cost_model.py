@@ -132,7 +132,7 @@ class Round:
         return self.encode + self.decode + sum(c.seconds(network) for c in self.collectives)
 
     def scaled(self, factor: float, ready: float = 1.0) -> "Round":
-        """Return the round of a vector with ``factor`` times as many elements."""
+        """Return the exchange of a vector with ``factor`` times as many elements."""
         collectives = tuple(replace(c, traffic=round(factor * c.traffic)) for c in self.collectives)
         return Round(collectives, factor * self.encode, factor * self.decode, ready)
 

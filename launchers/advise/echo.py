@@ -54,7 +54,7 @@ class Echo(Transport):
         return Round(tuple(self._collectives), self._encode, self.clock() - self._since)
 
     def clock(self) -> float:
-        """Return seconds, after the device has finished its work."""
+        """Return the time in seconds, after waiting for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -219,7 +219,7 @@ class Planner:
         return plan.optimizer or 0.0
 
     def _measure_round(self, settings: ExchangeSettings) -> Round:
-        """Return the exchange of all gradients with the median arithmetic of several runs."""
+        """Return the exchange of all gradients with the median time of several measurements."""
         exchange = Exchange(settings, transport=self._echo)
         rounds = []
         for _ in range(1 + _REPEAT):  # the first one allocates memory

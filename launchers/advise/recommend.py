@@ -133,7 +133,7 @@ def print_choice(
 
 
 def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
-    """Return the note about the column of quality: its meaning, and the trainings behind it."""
+    """Return the note about the column "kept": its meaning, and the measured trainings."""
     if not shares:
         return (
             f"kept: nothing was measured of these methods with {network.ranks} ranks or more on "

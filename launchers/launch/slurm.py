@@ -15,7 +15,7 @@ _PORTS = 20000
 
 
 def srun(job: Job, nodes: int) -> Command:
-    """Return the srun that starts ``comm-hooks launch`` on each node of this allocation."""
+    """Return the srun command that starts ``comm-hooks launch`` on each node of this allocation."""
     arguments = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     arguments.append("--kill-on-bad-exit=1")
     if "SLURM_CPUS_PER_TASK" in os.environ:

@@ -22,7 +22,7 @@ _PREFIX = "comm-hooks-preflight"
 
 
 class MeetingError(ValueError):
-    """The processes cannot meet; the message is one line for the user."""
+    """Processes cannot connect, or one does not answer; the message is one line of text."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def find_party(
 
 
 class Meeting:
-    """The exchange of messages between the processes of a party, as JSON in a shared store."""
+    """The exchange of messages between the processes, as JSON in a shared key-value store."""
 
     def __init__(self, store: Any, party: Party, rank: int) -> None:
         self.store = store

@@ -18,7 +18,7 @@ _LISTED = 3
 
 
 def name_node(index: int, facts: Facts) -> str:
-    """Return the name of a node in messages."""
+    """Return a node's index, host name and address as text for messages."""
     where = f", {facts.address}" if facts.address else ""
     return f"node {index} ({facts.host}{where})"
 

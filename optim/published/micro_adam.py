@@ -157,7 +157,7 @@ class MicroAdam(ExchangingOptimizer):
                     self._update_compressed(members[first : first + count], numel, group)
 
     def _update_compressed(self, members: list[Pair], numel: int, group: Group) -> None:
-        """Update parameters of ``numel`` elements each: store aggregates, rebuild m and v, step."""
+        """Update parameters of ``numel`` elements each: store means, rebuild m and v, and step."""
         parameters = [parameter for parameter, _ in members]
         code = self._code(numel)
         states = [self.state[p] for p in parameters]

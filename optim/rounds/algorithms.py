@@ -375,7 +375,7 @@ class FedAMS(LocalRounds):
 
 
 class FedLAMB(LocalRounds):
-    """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
+    """Local steps of LAMB with a shared v_hat, averaged every K steps: FED-LAMB.
 
     Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with lengths of local steps that
     are set layer by layer:
@@ -434,7 +434,7 @@ class FedLAMB(LocalRounds):
 
 
 class SAFL(LocalRounds):
-    """Sketched adaptive federated learning.
+    """Local SGD steps, sketches of their displacements, and an adaptive server optimizer: SAFL.
 
     SAFL (Algorithm 1).  Round t, with the same sketch R for all clients, fresh every round:
 

@@ -110,7 +110,7 @@ class LocalAMSGrad(BatchedOptimizer):
         torch._foreach_maximum_(list(self._maxima.values()), means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torch's optimizers, and v_hat as a list of tensors."""
+        """Return the state as torch's optimizers do, with v_hat as a list of tensors."""
         return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ class CompressionState:
         return {}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return an empty sequence: each bucket's round compares the parameters of that bucket."""
+        """Return an empty sequence: each bucket's exchange compares that bucket's parameters."""
         return ()
 
     def names(self) -> Collection[str] | None:
@@ -266,7 +266,7 @@ class CompressionState:
 def _by_parameter(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Return the names by parameter; raise ``ValueError`` for anything but pairs of them."""
+    """Return names by parameter; raise ``ValueError`` for items other than (name, parameter)."""
     pairs = [] if named is None else [*named] if isinstance(named, Iterable) else [named]
     for pair in pairs:
         match pair:

@@ -108,7 +108,7 @@ class CompressedReduction:
         torch.autograd.Variable._execution_engine.queue_callback(end_step)
 
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` if states have residuals of other shards."""
+        """Raise ``ValueError`` if states have residuals of shards that this rank does not hold."""
         memory = self.exchange.memory
         if memory is None:
             return
@@ -118,7 +118,8 @@ class CompressedReduction:
         if strangers := sorted(saved - known):
             raise ValueError(
                 "the state has residuals of shards that this rank does not have: "
-                f"{', '.join(strangers[:3])} (parameter[shard/shards])"
+                f"{', '.join(strangers[:3])} (parameter[shard/shards]): use the model and the "
+                "number of shards of the run that saved it"
             )
 
 
