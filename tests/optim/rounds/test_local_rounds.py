@@ -346,7 +346,7 @@ CLIENTS = {"participation": Participation(clients=4)}
         ({"local_steps": None}, "local_steps is needed"),
         ({"fragments": 0}, "fragments must be an integer of at least 1"),
         ({"fragments": 5}, "fragments=5 exceeds local_steps=4"),
-        ({"fragments": 3}, "2 parameters cannot be dealt into 3 fragments"),
+        ({"fragments": 3}, "2 parameters cannot be divided into 3 fragments"),
         ({"exchange": Sign()}, "exchange must be an Exchange"),
         ({"exchange": Exchange(Sign(), Differences())}, "sends changes"),
         (
