@@ -80,7 +80,7 @@ def double_averaging(
 def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
     """Return those of ``ranks`` between which FSDP 1 or 2 averages gradients.
 
-    FSDP cannot be told not to: a rank gets the mean of its shard, and never its own gradient.
+    FSDP always averages: a rank gets the mean of its shard, and never its own gradient.
 
     Args:
         parameters: the optimizer's parameters.

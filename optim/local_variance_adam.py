@@ -24,7 +24,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
     that is sent once in 64 steps brings the sum of its 64 gradients.  But m / sqrt(v) is not
     linear.  Both grow with the pulse, which moves the parameter by some 6 learning rates where 64
     small gradients would have moved it by 64.  Freezing v (1-bit Adam, ``CompressedAdam``) makes
-    the server linear, at the price of a warm-up and of a v that gets stale.  Here the division
+    the step linear, at the price of a warm-up and of a v that gets outdated.  Here the division
     comes *before* the exchange, where gradients are dense.  Per step, on rank i:
 
     1. with the gradient g_i, v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
@@ -53,8 +53,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
     mean square of n-hat is r + (1 - r) c / N, and s = 1 / sqrt(r + (1 - r) / N).  One number for
     all: a parameter's own r would do away with the differences between parameters.
 
-    The momentum has to be the shared one of step 2.  Compressing u_i and letting the server average
-    over time fails, although it is as linear: the largest of accumulated u_i are noise.
+    The momentum has to be the shared one of step 2.  Compressing u_i and averaging over time after the
+    exchange fails, although it is as linear: the largest of accumulated u_i are noise.
 
     Without compression this is not AdamW to the letter: each element is divided by its rank's
     own root mean square, and the momentum is of normalized gradients (as in LaProp, Ziyin et al.,

@@ -56,7 +56,7 @@ class FetchSGD(ExchangingOptimizer):
         params, lr, momentum, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; groups share ``lr`` and
             ``momentum``, since they share a sketch.
-        exchange: an exchange with CountSketch, SRHT, GaussianSketch or Identity, without memory.
+        exchange: an exchange with CountSketch, SRHT, GaussianSketch or Identity, and memory=None.
         density: the fraction of elements that is updated in a step, in (0, 1].
         rows: the number of independent sketches of ``ratio`` each; 3 or 5 for CountSketch.
         masking: whether step 5 zeroes the touched cells; for CountSketch and Identity.

@@ -47,7 +47,7 @@ class Marina(ExchangingOptimizer):
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: an exchange with an unbiased compressor (PermK, RandomK, sketches, Identity,
-            Quantize(stochastic=True)), without memory.
+            Quantize(stochastic=True)), and memory=None.
         lr: learning rate.  Theory: 1 / (L (1 + sqrt((1 - p) omega / (p N)))), with omega the
             compressor's relative mean squared error.
         p: the probability of an exact gradient, in (0, 1].  The traffic of both kinds of steps is

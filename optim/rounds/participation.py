@@ -167,7 +167,7 @@ class ClientSampling(ABC):
 
         Args:
             client: the client's number.
-            inner, server: the optimizers of the rounds.
+            inner, server: the inner optimizer and the server optimizer.
         """
         return own_gradients(
             inner,

@@ -32,7 +32,7 @@ class CompressedReduction:
             with each other.
 
     Attributes:
-        exchange: holds the settings, the memory and the counts of steps and bytes.
+        exchange: the exchange, with its settings, residuals and counts of steps and bytes.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def new_exchange(
     """Return an exchange that also compares parameter names and shapes between ranks.
 
     Raises:
-        ValueError: for invalid settings, or a memory that sends changes instead of gradients.
+        ValueError: for invalid settings, or a ``memory`` that sends changes of gradients.
     """
     exchange = Exchange(ExchangeSettings.of(compressor, **settings), process_group=group)
     require_gradients(exchange.settings, caller)
