@@ -53,8 +53,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
     mean square of n-hat is r + (1 - r) c / N, and s = 1 / sqrt(r + (1 - r) / N).  One number for
     all: a parameter's own r would do away with the differences between parameters.
 
-    The momentum has to be the shared one of step 2.  Compressing u_i and averaging over time after the
-    exchange fails, although it is as linear: the largest of accumulated u_i are noise.
+    The momentum has to be the shared one of step 2.  Compressing u_i and averaging over time after
+    the exchange fails, although it is as linear: the largest of accumulated u_i are noise.
 
     Without compression this is not AdamW to the letter: each element is divided by its rank's
     own root mean square, and the momentum is of normalized gradients (as in LaProp, Ziyin et al.,
