@@ -119,8 +119,8 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
         raise ValueError(
             f"DDP has averaged the gradients (its hook: {findings[0]['hook']}) that this optimizer "
-            "exchanges itself, so everything is sent twice: register(ddp_model, optimizer) before "
-            "the first step"
+            "exchanges itself, so everything is sent twice: call register(ddp_model, optimizer) "
+            "before the first step"
         )
 
 

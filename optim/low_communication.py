@@ -179,7 +179,7 @@ def low_communication(
         require_positive(where, "total_steps", total_steps)
     members = [member for group in groups for member in group["params"]]
     if not members:
-        raise ValueError(f"{where}: there are no parameters")
+        raise ValueError(f"{where}: there are no parameters in named_parameters")
     require_distinct_names(where, [name for name, _ in members])
     trained = {name: p for name, p in members if trains(p)}
     if not trained:
@@ -196,7 +196,7 @@ def low_communication(
         )
     transport = transport or TorchDistributed(process_group)
     if inner == "muon" and any(is_sharded(p) for _, p in members):
-        raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
+        raise ValueError(f"{where}: inner='muon' needs whole matrices; for shards use 'adamw'")
     shapes = {name: nominal_shape(p) for name, p in trained.items()}
     plan = plan_rounds(
         shapes,
@@ -269,7 +269,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
         if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
             raise ValueError(
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
-                "of the gradient: here decay is AdamW's. Remove it, and choose weight_decay anew"
+                "of the gradient, not supported: remove the key, and choose weight_decay again"
             )
         own = {k: v for k, v in group.items() if k not in ("decoupled_weight_decay", "param_names")}
         result.append({**own, "params": named})
@@ -335,9 +335,9 @@ def plan_rounds(
     form = next(fitting, min(forms[-2:], key=lambda form: form.bits(_SPARSEST)))
     if (least := form.bits(_SPARSEST)) > budget:
         raise ValueError(
-            f"low_communication: {budget:g} bits per parameter and step are too few: rounds of "
-            f"{longest} steps need {math.ceil(1e4 * least) / 1e4:g}"
-            + (f" (total_steps={total_steps} allows no longer ones)" if total_steps else "")
+            f"low_communication: {budget:g} bits per parameter and step are too few: {longest} "
+            f"local steps per exchange need {math.ceil(1e4 * least) / 1e4:g}"
+            + (f" (total_steps={total_steps} allows no more)" if total_steps else "")
         )
     sparse, dense = _SPARSEST, _DENSEST
     for _ in range(20):  # until it is known to a millionth

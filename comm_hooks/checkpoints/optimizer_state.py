@@ -107,7 +107,7 @@ class OptimizerState:
         """Raise ``ValueError`` unless the parts were saved with this model and this optimizer."""
         here = type(self.optimizer).__name__
         if others := sorted({str(part.get("type")) for part in parts} - {here}):
-            raise ValueError(f"{here}: the state was saved by another optimizer: {others[0]}")
+            raise ValueError(f"{here}: the state was saved by {others[0]}: load it into that class")
         if "parameters" in parts[0] and len(parts) == 1:
             return  # it has the parameters and the optimizer
         if any("parameters" in part for part in parts):

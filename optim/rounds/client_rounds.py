@@ -56,9 +56,8 @@ def play_round(
         state.clients.discard()
         if isinstance(error, GeneratorExit):
             warn_program(
-                f"round {state.round_index} of clients was left before its end: the model and "
-                "the clients are as before this round. In zip(), pass clients() as the first "
-                "argument",
+                f"clients(): round {state.round_index} of clients was left before its end: the "
+                "model and the clients are as before this round. In zip(), pass clients() first",
             )
         raise
     else:

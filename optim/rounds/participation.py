@@ -172,9 +172,8 @@ class ClientSampling(ABC):
         return own_gradients(
             inner,
             lambda: warn_program(
-                f"client {client} leaves gradients that no step has used, and they are dropped: "
-                "its turn in clients() ends within an accumulation. Call step() after the client's "
-                "last batch"
+                f"clients(): client {client} leaves gradients that no step has used, and they are "
+                "dropped: its turn ends within an accumulation. Call step() after its last batch"
             ),
         )
 

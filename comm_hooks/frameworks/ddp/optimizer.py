@@ -78,9 +78,9 @@ def _require_constant_weights(model: nn.Module) -> None:
             and module.weight.requires_grad
         ):
             raise ValueError(
-                f"{name!r} has max_norm, which shortens rows of its weight in the forward pass, "
-                "other rows on each rank, so that replicas would differ: leave max_norm out, or "
-                "shorten all rows after step()"
+                f"module {name!r} has max_norm, which shortens rows of its weight in the forward "
+                "pass, different rows on each rank, so that replicas would differ: leave max_norm "
+                "out, or shorten all rows after step()"
             )
 
 

@@ -115,7 +115,7 @@ class _EngineState:
         if strangers:
             raise ValueError(
                 f"the checkpoint has residuals of parameters that this model does not have: "
-                f"{', '.join(strangers[:3])}"
+                f"{', '.join(strangers[:3])}: load it into the model that saved it"
             )
 
 

@@ -305,7 +305,7 @@ def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
         )
     params = dict(_items("optimizer.params", config["optimizer"].get("params") or {}))
     if params.pop("adam_w_mode", True) is not True:
-        raise ValueError(f"optimizer.params.adam_w_mode: {method} decays as AdamW: leave it out")
+        raise ValueError(f"optimizer.params.adam_w_mode: must be true for {method}: leave it out")
     if ignored := [key for key in _ROUNDS_IGNORED if params.pop(key, None) is not None]:
         warn_program(f"optimizer.params: {', '.join(ignored)} are not used by {method}")
     for path, given, known in (
