@@ -269,7 +269,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
         if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
             raise ValueError(
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
-                "of the gradient, not supported: remove the key, and choose weight_decay again"
+                "of the gradient, which is not supported: remove it, and choose weight_decay again"
             )
         own = {k: v for k, v in group.items() if k not in ("decoupled_weight_decay", "param_names")}
         result.append({**own, "params": named})

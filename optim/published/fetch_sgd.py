@@ -180,7 +180,7 @@ class FetchSGD(ExchangingOptimizer):
             elif state[key].shape != sketch.shape:
                 raise ValueError(
                     f"FetchSGD: the loaded {key} has the shape {tuple(state[key].shape)}, but "
-                    f"{tuple(sketch.shape)} is needed: it was saved with other ratio, rows or model"
+                    f"{tuple(sketch.shape)} is needed: saved with another ratio, rows or model"
                 )
         return state["sketch_momentum"], state["sketch_error"]
 
