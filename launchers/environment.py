@@ -60,7 +60,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """The place of a process among those of its launcher; by default a process without launcher.
+    """The rank of a process among those of its launcher; by default a process without launcher.
 
     Attributes:
         launcher: ``"torchrun"`` (also deepspeed and accelerate, which set the same variables),
@@ -91,7 +91,7 @@ class LauncherEnvironment:
         }
 
     def meeting_point(self, head: Endpoint | None) -> Endpoint:
-        """Return ``head``, or without one this machine if it has all ranks.
+        """Return ``head``; if it is None, an endpoint on this machine, if that has all ranks.
 
         Raises:
             ValueError: if ranks are on several machines and ``head`` is None.

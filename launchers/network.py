@@ -143,13 +143,13 @@ def find_route(host: str, interface: str | None = None) -> Route:
     """Return the route from this machine to a host.
 
     1. resolve the name, IPv4 before IPv6;
-    2. let the kernel choose the address to come from (no packet is sent), or take the first one of
+    2. let the kernel choose the source address (no packet is sent), or take the first address of
        ``interface``;
     3. look up the interface of that address.
 
     Args:
         host: the host's name or address.
-        interface: the interface to use instead of the one that the routing table names.
+        interface: the interface to use; by default that of the routing table.
 
     Raises:
         ValueError: if the name does not resolve, there is no route or no such interface, or the

@@ -2,7 +2,7 @@
 
 Server optimizers work on ``p.grad`` after any hook (:class:`Adam`, :class:`AMSGrad`); others own
 their exchange and send momenta, differences or sketches in place of gradients; :class:`LocalRounds`
-and its kinds work for several steps before they exchange.
+and its subclasses take several local steps before they exchange.
 """
 
 from comm_hooks.optim.adam import Adam, AMSGrad

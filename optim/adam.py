@@ -12,7 +12,7 @@ from comm_hooks.requirements import require_flag
 
 
 class Adam(BatchedOptimizer):
-    r"""Adam as federated learning runs it on the server.
+    r"""Adam without bias correction by default, as the server optimizer of federated learning.
 
     An ordinary optimizer for gradients that are the same on all ranks: those that a comm hook has
     averaged, or the mean displacement of :class:`~comm_hooks.optim.LocalRounds`.  The step
@@ -168,7 +168,7 @@ class Adam(BatchedOptimizer):
 
 
 class AMSGrad(Adam):
-    r"""AMSGrad, the server's optimizer of SAFL: Adam with a second moment that never falls.
+    r"""AMSGrad, the server optimizer of SAFL: Adam with a second moment that never falls.
 
     With u the gradient, the same on all ranks, and m = v = v_hat = 0 at first:
 

@@ -28,7 +28,7 @@ _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
 def double_averaging(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> dict[str, str | None]:
-    """Return the findings that ranks compare to learn whether DDP has averaged these gradients.
+    """Return a fingerprint of gradients; equal ones on all ranks show that DDP averaged them.
 
     1. find the DDP models of this process (those of ``replicate`` as well) that hold some of the
        parameters, have another hook than :func:`~comm_hooks.skip_hook`, and did not run under
@@ -80,7 +80,7 @@ def double_averaging(
 def sharded_over(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
     """Return those of ``ranks`` between which FSDP 1 or 2 averages gradients.
 
-    FSDP cannot be told not to: a rank gets the mean of its shard, and never its own gradient.
+    FSDP always averages: a rank gets the mean of its shard, and never its own gradient.
 
     Args:
         parameters: the optimizer's parameters.
@@ -103,9 +103,9 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if DDP or FSDP has averaged the gradients.
 
     Args:
-        findings: the findings of all ranks that took a step, so that all of them raise, or none.
-            A finding has the result of :func:`sharded_over` by the key ``"sharded over"``, or else
-            is that of :func:`double_averaging`.
+        findings: for each rank that took a step, ``{"sharded over": ranks}`` with the result of
+            :func:`sharded_over` if that is not empty, else the result of :func:`double_averaging`;
+            equal on all ranks, so that all of them raise, or none.
     """
     for finding in findings:
         if sharing := finding.get("sharded over"):
@@ -119,13 +119,13 @@ def refuse_double_averaging(findings: Sequence[Mapping[str, Any]]) -> None:
     if len(findings) > 1 and len(fingerprints) == 1 and None not in fingerprints:
         raise ValueError(
             f"DDP has averaged the gradients (its hook: {findings[0]['hook']}) that this optimizer "
-            "exchanges itself, so everything is sent twice: register(ddp_model, optimizer) before "
-            "the first step"
+            "exchanges itself, so everything is sent twice: call register(ddp_model, optimizer) "
+            "before the first step"
         )
 
 
 class AveragingCheck:
-    """One check that neither DDP nor FSDP has averaged gradients that an optimizer exchanges."""
+    """A check that neither DDP nor FSDP has averaged the gradients that an optimizer exchanges."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -155,7 +155,7 @@ class AveragingCheck:
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Keep the finding about this rank's first gradients for :meth:`compare`; send nothing."""
+        """Store a fingerprint of this rank's first gradients for :meth:`compare`; send nothing."""
         if transport.world_size == 1 or self._is_done or self._finding is not None:
             return
         if sharing := sharded_over(parameters, transport.ranks):
@@ -166,7 +166,7 @@ class AveragingCheck:
     def compare(self, transport: Transport) -> None:
         """Raise ``ValueError`` on all ranks if the gradients given to :meth:`note` were averaged.
 
-        Repeated until two ranks have a finding: one alone proves nothing.  All ranks must call it.
+        Later calls repeat the check until two ranks or more had gradients.  All ranks must call it.
         """
         if self._is_done or transport.world_size == 1:
             return

@@ -21,10 +21,10 @@ class SteppingOptimizer(torch.optim.Optimizer):
     """Whether a step may be part of a graph of ``torch.compile``."""
 
     published: ClassVar[Mapping[str, Any]]
-    """The authors' exchange, if any, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
+    """The exchange in the method's paper, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`published` with settings that any exchange of this optimizer must have."""
+    """Keys of :attr:`published`: settings that this optimizer requires of every exchange."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -36,14 +36,14 @@ class SteppingOptimizer(torch.optim.Optimizer):
         """Take a step; if this optimizer exchanges, all ranks must take it together.
 
         Args:
-            closure: computes the gradients anew and returns the loss.
+            closure: a function that computes the gradients again and returns the loss.
 
         Raises:
-            ValueError: for sparse gradients; in the first step of an optimizer that exchanges, if
-                DDP or FSDP has averaged them.
+            ValueError: if gradients are sparse; in the first step of an optimizer that exchanges,
+                if DDP or FSDP has averaged the gradients.
             ConfigMismatchError: in the first exchange, if ranks are configured differently or start
                 from different models.
-            PayloadError: in a later exchange, if ranks have come to differ.
+            PayloadError: in a later exchange, if models or settings of the ranks differ.
         """
         # Random draws and collectives cannot be part of a graph.
         if not self._compiles and torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         # The draws and messages of a step belong to this process: a copy would add the same noise.
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled: save state_dict(), and load it "
-            "into another one"
+            "into a new optimizer"
         )
 
 
@@ -84,8 +84,8 @@ class ExactStateOptimizer(SteppingOptimizer):
         """Restore the result of ``state_dict()``, bit for bit, on the devices of the parameters.
 
         Raises:
-            ValueError: if the parameter groups differ, or for the state of another optimizer that
-                this one cannot go on from; nothing is changed.
+            ValueError: if the parameter groups differ, or if a subclass cannot continue from the
+                state of the optimizer that saved it; nothing is changed.
         """
         seen: list[dict[str, Any]] = []
 
@@ -130,7 +130,7 @@ class BatchedOptimizer(ExactStateOptimizer):
             check_gradient(self, gradient)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, with hyperparameters of its own or else the defaults.
+        """Add a parameter group; hyperparameters that it does not set take the default values.
 
         Raises:
             ValueError: for hyperparameters that are out of range, or that this optimizer does not
@@ -155,9 +155,9 @@ class BatchedOptimizer(ExactStateOptimizer):
 
 
 def held(group: Mapping[str, Any]) -> Tensors:
-    """Return the parameters of a group without the empty ones.
+    """Return the non-empty parameters of a group.
 
-    In a sharded model, this rank's part of a small parameter may be empty.
+    In a sharded model, this rank's shard of a small parameter may be empty.
     """
     return [parameter for parameter in group["params"] if parameter.numel()]
 
@@ -168,7 +168,7 @@ def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return parameters' names without torch.compile's prefix; without names, indices as text."""
+    """Return the parameters' names, without torch.compile's prefix; if unnamed, their indices."""
     given = (name for group in groups for name in group.get("param_names", ()))
     names = [name.replace("_orig_mod.", "") for name in given]
     count = len(parameters_of(groups))
@@ -176,13 +176,13 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def require_distinct_names(owner: object, names: Sequence[str]) -> None:
-    """Raise ``ValueError`` if two parameters have one name: state is kept by names."""
+    """Raise ``ValueError`` if two parameters have the same name: saved state is found by name."""
     counts = Counter(names)
     if repeated := sorted(name for name, count in counts.items() if count > 1):
         name = owner if isinstance(owner, str) else type(owner).__name__
         raise ValueError(
-            f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: state is "
-            "kept by names, so name all of them from one module that has them, such as "
+            f"{name}: {counts[repeated[0]]} parameters have the name {repeated[0]!r}: saved "
+            "state is found by name, so take all names from one module with all of them, such as "
             "torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder}).named_parameters()"
         )
 

@@ -1,4 +1,4 @@
-"""The base class of optimizers that exchange messages of their own instead of gradients."""
+"""The base class of optimizers that exchange momenta or other messages instead of gradients."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from comm_hooks.shards import local_gradients, local_shards, require_part_for_al
 
 
 class ExchangingOptimizer(ExactStateOptimizer):
-    """An optimizer that exchanges messages of its own making in place of gradients.
+    """An optimizer that exchanges its own messages, such as momenta, in place of gradients.
 
     A subclass implements :meth:`_step`: it turns this rank's gradients into a message, averages it
     with :meth:`_average` and updates the parameters from the mean, which is the same on all ranks.
@@ -49,14 +49,14 @@ class ExchangingOptimizer(ExactStateOptimizer):
     If any rank's message is not finite, all ranks skip the step, also under a ``GradScaler``.
 
     Parameters that are frozen (``requires_grad=False``) or empty when the optimizer is made are
-    left out; to train them later, add them as a group or, if that is refused, make it anew.
+    left out; to train them later, add them as a group or construct a new optimizer.
 
     If models or hyperparameters differ between ranks, at the start or later, all ranks raise an
     error that names the ranks (``comm_hooks.exchange.agreement.Owner``).
 
     Args:
         params: parameters, or better ``model.named_parameters()``: saved residuals are then tied to
-            names.  A group may have its own value of any number below.
+            names.  A group may have its own value of any hyperparameter.
         exchange: the exchange that averages messages over ranks.
         lr: learning rate; schedulers may change it.
         betas: decay rates of the first and the second moment, each in [0, 1).
@@ -73,8 +73,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
     Raises:
         ValueError: for hyperparameters out of range, and for an exchange that cannot be used.
 
-    Not supported: sparse gradients, parameters on several devices, ``capturable``; parameters that
-    are frozen later go on moving by their momenta and residuals (a warning); copies.
+    Not supported: sparse gradients, parameters on several devices, ``capturable``, copies, and
+    freezing parameters later: their momenta and residuals still move them, with a warning.
     """
 
     # GradScaler then calls step() on every rank, instead of skipping it on those that overflowed
@@ -90,7 +90,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
     """Whether parameters may be added after the first step."""
 
     own_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of :attr:`state` with values that differ between ranks: each rank must save its own."""
+    """Keys of a parameter's state with values that differ between ranks: every rank saves them."""
 
     averaging_ruled_out = False
     """Whether DDP and FSDP cannot average the gradients, so that the first step need not check."""
@@ -100,7 +100,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     overflow = False
     """Whether the last step was skipped, on all ranks alike, because some rank's message was not
-    finite.  A DeepSpeed engine reads it, counts such a step and holds the learning rate's schedule.
+    finite.  A DeepSpeed engine then counts a skipped step and does not advance its scheduler.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         Args:
             params, exchange: see the class.
             defaults: default hyperparameters of the groups; their ranges are checked.
-            settings: other settings that must be equal on all ranks; the first round compares them.
+            settings: other settings, compared between ranks in the first exchange.
         """
         require_kind(self, "exchange", exchange, Exchange)
         check_hyperparameters(self, **defaults)
@@ -142,28 +142,28 @@ class ExchangingOptimizer(ExactStateOptimizer):
 
     @abstractmethod
     def _step(self, gradients: Tensors) -> None:
-        """Take a step.
+        """Make a message from the gradients, average it, and update the parameters.
 
         Args:
             gradients: this rank's gradients in float32, unscaled, in the order of
-                :meth:`_parameters`; zeros for parameters without one.  Copies, if
-                ``_overwrites_gradients`` says so.
+                :meth:`_parameters`; zeros for parameters without a gradient.  They are copies if
+                ``_overwrites_gradients`` is true.
         """
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; all ranks must add it between the same two steps.
 
         Raises:
-            ValueError: after the first step of an optimizer that cannot grow; for names in use, for
-                hyperparameters that are out of range or unknown, and if all parameters are frozen.
+            ValueError: after the first step, unless ``_grows``; for names in use; for
+                hyperparameters that are out of range or unknown; if all parameters are frozen.
         """
         check_own_settings(self, param_group, self.defaults)
         settings = {key: param_group.get(key, value) for key, value in self.defaults.items()}
         check_hyperparameters(self, **settings)
         if self.state and not self._grows:
             raise ValueError(
-                f"{type(self).__name__}: parameters cannot be added after the first step: its "
-                "estimates would lack their gradients so far. Make a new optimizer of all of them"
+                f"{type(self).__name__}: parameters cannot be added after the first step: the "
+                "state would lack their earlier gradients. Make a new optimizer of all parameters"
             )
         (group,), left_out = without_frozen([param_group])
         super().add_param_group(local_shards([group])[0])
@@ -205,8 +205,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
     ) -> bool:
         """Replace the message, in place, by its mean over ranks; return whether it is finite.
 
-        Reads one number back from the device.  Where some rank's message is not finite, all
-        elements are NaN on all ranks, and ranks that hold other parts of the model are told.
+        Reads one number back from the device.  If any rank's message is not finite, all elements
+        become NaN, and the result is False on the ranks that hold other shards of the model, too.
         """
         self.exchange.average_(message, compress=compress)
         first = next(iter(message.values()))
@@ -216,7 +216,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return finite
 
     def _groups(self) -> Iterator[tuple[slice, Group]]:
-        """Yield, for each group with parameters on this rank, its slice of them, and the group."""
+        """Yield (slice of :meth:`_parameters`, group) for each group not empty on this rank."""
         first = 0
         for group in self.param_groups:
             last = first + len(held(group))
@@ -239,7 +239,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             descend_(held(group), updates, group)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return ``tensors``, one per parameter that is not empty, by the parameters' names."""
+        """Return a dict from the names of the non-empty parameters to ``tensors``."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:

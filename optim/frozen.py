@@ -1,4 +1,4 @@
-"""Frozen parameters: optimizers that exchange leave them out, and notice changes."""
+"""Frozen parameters: left out by optimizers that exchange, and checked for later changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from comm_hooks.warnings import warn_program
 
 
 def trains(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter, or a shard's whole one, requires a gradient and is not empty."""
+    """Return whether a parameter, or the whole parameter of a shard, trains and is not empty."""
     return whole(parameter).requires_grad and whole(parameter).numel() > 0
 
 
@@ -54,16 +54,16 @@ def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
         if members and not kept and isinstance(members[0], tuple):
             groups[-1]["param_names"] = []  # torch asks all groups for names, or none
     if left_out and not any(group["params"] for group in groups):
-        raise ValueError("the parameters are frozen (requires_grad=False): nothing would train")
+        raise ValueError("params: all the parameters are frozen (requires_grad=False)")
     return groups if has_groups else groups[0]["params"], left_out
 
 
 class FrozenParameters:
-    """The parameters that an optimizer has left out, and those that are frozen later.
+    """A check for parameters that are frozen or unfrozen after an optimizer was constructed.
 
     Args:
         owner: the optimizer, for messages.
-        left_out: the parameters that did not train when it was made.
+        left_out: the parameters that were frozen or empty at its construction.
     """
 
     def __init__(self, owner: object, left_out: Sequence[torch.Tensor]) -> None:
@@ -72,20 +72,20 @@ class FrozenParameters:
         self._has_warned = False
 
     def added(self, parameters: Iterable[torch.Tensor], left_out: Sequence[torch.Tensor]) -> None:
-        """Record that the optimizer now trains ``parameters``, and has left out others as well."""
+        """Record an added group: ``parameters`` are trained, ``left_out`` are frozen or empty."""
         new = {id(whole(parameter)) for parameter in parameters}
         self._left_out = [p for p in (*self._left_out, *left_out) if id(whole(p)) not in new]
 
     def check(self) -> None:
-        """Raise ``ValueError`` if a parameter that was left out trains now: it is not exchanged."""
+        """Raise ``ValueError`` if a parameter that was left out now requires a gradient."""
         if count := sum(map(trains, self._left_out)):
             raise ValueError(
                 f"{self._name}: {count} parameters that were frozen when it was made require a "
-                "gradient now, but it does not have them: make a new optimizer after unfreezing"
+                "gradient now, but are not part of it: make a new optimizer after unfreezing"
             )
 
     def check_later(self, frozen: Sequence[str]) -> None:
-        """Warn, once, if parameters of the optimizer have been frozen meanwhile.
+        """Warn, once, if parameters of the optimizer were frozen after its construction.
 
         Args:
             frozen: the names of these parameters.
@@ -94,6 +94,6 @@ class FrozenParameters:
             self._has_warned = True
             warn_program(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "
-                f"of them {frozen[0]}: their momenta and residuals go on moving them. Make a "
+                f"of them {frozen[0]}: their momenta and residuals still move them. Make a "
                 "new optimizer to stop that",
             )

@@ -80,7 +80,7 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
 
 
 def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:
-    """Raise ``ValueError`` for a ``freeze_step`` below 1, or at the end of the run.
+    """Raise ``ValueError`` for a ``freeze_step`` below 1 or not below ``total_steps``.
 
     Args:
         owner: the optimizer, or its name, for messages.

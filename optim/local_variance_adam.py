@@ -24,10 +24,10 @@ class LocalVarianceAdam(ExchangingOptimizer):
     that is sent once in 64 steps brings the sum of its 64 gradients.  But m / sqrt(v) is not
     linear.  Both grow with the pulse, which moves the parameter by some 6 learning rates where 64
     small gradients would have moved it by 64.  Freezing v (1-bit Adam, ``CompressedAdam``) makes
-    the server linear, at the price of a warm-up and of a v that gets stale.  Here the division
+    the step linear, at the price of a warm-up and of a v that gets outdated.  Here the division
     comes *before* the exchange, where gradients are dense.  Per step, on rank i:
 
-    1. v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
+    1. with the gradient g_i, v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
     2. u_i = g_i / (sqrt(v-hat_i) + eps),  n_i = beta1 n + (1 - beta1) u_i, n being the same on all
        ranks;
     3. n = the exchange's mean of n_i, error feedback included;  n-hat = n / (1 - beta1^t);
@@ -53,8 +53,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
     mean square of n-hat is r + (1 - r) c / N, and s = 1 / sqrt(r + (1 - r) / N).  One number for
     all: a parameter's own r would do away with the differences between parameters.
 
-    The momentum has to be the shared one of step 2.  Compressing u_i and letting the server average
-    over time fails, although it is as linear: the largest of accumulated u_i are noise.
+    The momentum has to be the shared one of step 2.  Compressing u_i and averaging over time after
+    the exchange fails, although it is as linear: the largest of accumulated u_i are noise.
 
     Without compression this is not AdamW to the letter: each element is divided by its rank's
     own root mean square, and the momentum is of normalized gradients (as in LaProp, Ziyin et al.,
@@ -130,7 +130,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
             along_(held(group), momenta[own], group, 1 - group["betas"][0] ** t)
 
     def _lengths(self, states: States, t: int) -> Tensors:
-        """Return s of step 4 for each parameter group, as float32 scalars on the device."""
+        """Return the factor s of step 4 for each group, as float32 scalars on the device."""
         total: Tensors = []
         for own, group in self._groups():
             beta1, beta2 = group["betas"]
@@ -143,7 +143,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         return [lengthening(mean_sq, ranks, g["betas"][0]).float() for _, g in self._groups()]
 
     def _next_variances(self, states: States) -> Tensors:
-        """Return contiguous copies of v, in which the next v is computed."""
+        """Return contiguous copies of the second moments v, in which the next v is computed."""
         old = values(states, "exp_avg_sq")
         # A state that was just made or loaded may lie in memory in any order.
         if [v.shape for v in self._spare] != [v.shape for v in old] or any(

@@ -1,4 +1,4 @@
-"""The recommended optimizer with rounds of local steps, for a given number of bits."""
+"""The recommended optimizer of local steps, for a given number of bits per parameter."""
 
 import math
 import warnings
@@ -41,7 +41,7 @@ _OUTER = 1.5
 _OVERLAP = 0.5
 """The power of c that divides an element sent by c ranks: their noise adds up to sqrt(c)."""
 _AHEAD = {"adamw": 0.3, "muon": 0.45}
-"""The share of its residual that a rank adds to the shared model; all of it would add noise."""
+"""By ``inner``: the share of its residual by which a rank starts ahead of the shared model."""
 _GATHERED = 4  # the largest number of ranks without shards
 _BACK = 2.0
 """The density of the means that owners of shards send, divided by that of ranks' payloads."""
@@ -55,12 +55,12 @@ _MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals ho
 
 @dataclass(frozen=True)
 class RoundsPlan:
-    """The choices of :func:`low_communication`.
+    """The settings that :func:`low_communication` chooses.
 
     Args:
         local_steps: K, the number of steps between two exchanges of a parameter.
         fragments: the number of parts of the model that are exchanged in turn within K steps.
-        sharded: whether displacements go to owners of shards, which send back their means.
+        sharded: whether each rank averages one shard and sends the mean to the other ranks.
         density: the share of a displacement's elements that is sent.
         decay: the factor by which residuals are multiplied in each exchange.
         outer_lr: the learning rate of the step along the mean of the sent displacements.
@@ -95,17 +95,17 @@ def low_communication(
     Chosen from the number of ranks N and the budget are
 
     * K, the steps between two exchanges of a parameter: two, or the fewest with which one in 180
-      displacements can be sent.  With fewer steps ranks drift apart less, with a higher density
-      less waits in residuals.  With K = 1 gradients ask again for updates that wait in the
-      residual, however many bits there are;
+      elements can be sent.  With fewer steps ranks drift apart less, with a higher density less
+      waits in residuals.  With K = 1 gradients repeat updates that wait in the residual, however
+      many bits there are;
     * the density p: as large as the budget then allows, up to one in 48; beyond it more bits make
       the loss worse with some tasks;
     * the decay of the residuals, 1 - 4 p per exchange, a quarter of the time that an element waits
       in the mean: older residuals are mostly noise;
     * the outer step, 1.5 sqrt(N): a coordinate that one of N ranks sends arrives divided by N; one
       that c ranks send is divided by sqrt(c), too (``overlap``);
-    * above four ranks, unless the model is small, shards; their owners pass on twice as many
-      elements as each rank sends;
+    * above four ranks, unless the model is small, a sharded exchange: each rank averages a shard
+      and sends the mean with twice the density;
     * the fragments of the model, exchanged one after the other: K, or one if the model is so small
       that headers are most of the traffic.
 
@@ -116,8 +116,7 @@ def low_communication(
     the start of the local steps.
 
     Local steps are those of :class:`~comm_hooks.optim.LaProp`, which normalizes gradients before it
-    averages them, with half the horizon of ``betas[0]``: the residuals are a momentum of their
-    own.
+    averages them, with half the horizon of ``betas[0]``: the residuals act as a momentum, too.
 
     Take the learning rate and schedule of AdamW; a little more is often better.  Not its cycles of
     betas: ``OneCycleLR(cycle_momentum=False)``.  DDP must not average: ``register(model,
@@ -125,8 +124,8 @@ def low_communication(
 
     Args:
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
-            optimizers take them; a group may have an ``lr``, ``betas`` and ``weight_decay`` of its
-            own, which count.  The ``param_groups`` of an AdamW bring all three.
+            optimizers take them; a group's own ``lr``, ``betas`` and ``weight_decay`` take
+            precedence, as those in the ``param_groups`` of an AdamW.
         lr: the largest learning rate, for groups without one; give schedulers the returned
             optimizer.
         betas: the betas of the AdamW that is replaced, also those in a group.
@@ -180,11 +179,11 @@ def low_communication(
         require_positive(where, "total_steps", total_steps)
     members = [member for group in groups for member in group["params"]]
     if not members:
-        raise ValueError(f"{where}: there are no parameters")
+        raise ValueError(f"{where}: there are no parameters in named_parameters")
     require_distinct_names(where, [name for name, _ in members])
     trained = {name: p for name, p in members if trains(p)}
     if not trained:
-        raise ValueError(f"{where}: the parameters are frozen (requires_grad=False)")
+        raise ValueError(f"{where}: all the parameters are frozen (requires_grad=False)")
     if inner == "muon" and len(groups) > 1:
         raise ValueError(
             f"{where}: inner='muon' makes its own groups, of hidden matrices and of all others: "
@@ -197,7 +196,7 @@ def low_communication(
         )
     transport = transport or TorchDistributed(process_group)
     if inner == "muon" and any(is_sharded(p) for _, p in members):
-        raise ValueError(f"{where}: inner='muon' needs whole matrices, and the model is sharded")
+        raise ValueError(f"{where}: inner='muon' needs whole matrices; for shards use 'adamw'")
     shapes = {name: nominal_shape(p) for name, p in trained.items()}
     plan = plan_rounds(
         shapes,
@@ -270,7 +269,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
         if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
             raise ValueError(
                 "low_communication: a group has decoupled_weight_decay=False, decay that is part "
-                "of the gradient: here decay is AdamW's. Remove it, and choose weight_decay anew"
+                "of the gradient, which is not supported: remove it, and choose weight_decay again"
             )
         own = {k: v for k, v in group.items() if k not in ("decoupled_weight_decay", "param_names")}
         result.append({**own, "params": named})
@@ -285,7 +284,7 @@ def _groups(given: Any) -> list[dict[str, Any]]:
 def make_exchange(
     density: float, transport: Transport, *, sharded: bool, decay: float = 1.0
 ) -> Exchange:
-    """Return the exchange of displacements: signs of the largest ones, with error feedback."""
+    """Return an exchange that sends the signs of the largest elements, with error feedback."""
     compressor = TopK(density=density, value_bits=1, index_code="rice", overlap=_OVERLAP)
     return Exchange(
         compressor,
@@ -336,9 +335,9 @@ def plan_rounds(
     form = next(fitting, min(forms[-2:], key=lambda form: form.bits(_SPARSEST)))
     if (least := form.bits(_SPARSEST)) > budget:
         raise ValueError(
-            f"low_communication: {budget:g} bits per parameter and step are too few: rounds of "
-            f"{longest} steps need {math.ceil(1e4 * least) / 1e4:g}"
-            + (f" (total_steps={total_steps} allows no longer ones)" if total_steps else "")
+            f"low_communication: {budget:g} bits per parameter and step are too few: {longest} "
+            f"local steps per exchange need {math.ceil(1e4 * least) / 1e4:g}"
+            + (f" (total_steps={total_steps} allows no more)" if total_steps else "")
         )
     sparse, dense = _SPARSEST, _DENSEST
     for _ in range(20):  # until it is known to a millionth
@@ -361,8 +360,8 @@ def plan_rounds(
 def _longest(total_steps: int) -> int:
     """Return the largest number of local steps for a training of this length.
 
-    A training has at least twenty rounds, and sends every element, which takes K / density steps:
-    where it did not, 25 local steps ended worse than no exchange.
+    A training has at least twenty rounds, and sends every element, which takes K / density steps
+    with K local steps: where it did not, 25 local steps ended worse than no exchange.
     """
     in_turn = int(_DENSITY * total_steps)
     return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))

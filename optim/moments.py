@@ -71,12 +71,12 @@ def roots(v: Tensors, eps: float, correction: float = 1.0) -> Tensors:
 
 
 def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
-    """Return v / (1 - beta^t), each parameter having taken t steps of its own."""
+    """Return v / (1 - beta^t), with t the number of ``steps`` of each parameter."""
     return list(torch._foreach_div(v, [1 - beta**t for t in steps]))
 
 
 def halve_ema_horizon(beta1: float) -> float:
-    """Return the decay rate of a momentum that looks half as far back, at least 0.
+    """Return the decay rate of a momentum with half the horizon of ``beta1``, at least 0.
 
     For optimizers with error feedback: residuals act as a momentum as well.
 
@@ -96,7 +96,7 @@ def momentum_(buffers: Tensors, new: Tensors, momentum: float) -> Tensors:
 
 
 def decay_(parameters: Tensors, group: Group) -> None:
-    """Set theta to (1 - lr weight_decay) theta: decoupled, as in AdamW."""
+    """Multiply the parameters by 1 - lr weight_decay: decoupled weight decay, as in AdamW."""
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
@@ -104,20 +104,20 @@ def decay_(parameters: Tensors, group: Group) -> None:
 def descend_(
     parameters: Tensors, directions: Tensors, group: Group, correction: float = 1.0
 ) -> None:
-    """Set theta to (1 - lr weight_decay) theta - lr / correction directions."""
+    """Decay the parameters as :func:`decay_` does, and subtract lr / correction directions."""
     decay_(parameters, group)
     torch._foreach_add_(parameters, directions, alpha=-group["lr"] / correction)
 
 
 def adamw_(parameters: Tensors, m: Tensors, v: Tensors, group: Group, t: int | None) -> None:
-    """Take AdamW's step in place; without correction of the bias if t is None."""
+    """Take step number ``t`` of AdamW in place; without bias correction if ``t`` is None."""
     c1, c2 = (1 - beta**t if t is not None else 1.0 for beta in group["betas"])
     directions = list(torch._foreach_div(m, roots(v, group["eps"], c2)))
     descend_(parameters, directions, group, c1)
 
 
 def normalized_average_(m: Tensors, new: Tensors, v: Tensors, group: Group, t: int) -> None:
-    """Take the averages of LaProp's step t, in place: v of squares, m of scaled gradients.
+    """Update LaProp's averages in step ``t``, in place: v of squares, m of scaled gradients.
 
     1. v = beta2 v + (1 - beta2) new^2,
     2. m = beta1 m + (1 - beta1) new / (sqrt(v / (1 - beta2^t)) + eps).
@@ -168,7 +168,7 @@ def along_(parameters: Tensors, directions: Tensors, group: Group, correction: f
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill one piece of memory, as fused kernels assume."""
+    """Return whether a tensor's elements fill one range of memory, as fused kernels assume."""
     if tensor.is_contiguous():
         return True
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -20,7 +20,7 @@ _TOGETHER = 1 << 24
 
 
 class Muon(BatchedOptimizer):
-    r"""Steps along the momentum of a matrix with all singular values near one.
+    r"""Muon: steps along orthogonalized momenta, with all singular values near one.
 
     With g the gradient of a matrix of n rows and k columns, and m = 0 at first:
 

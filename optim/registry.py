@@ -1,4 +1,4 @@
-"""The optimizers by name: how each averages over ranks, its options, and their usual values.
+"""The registry of optimizers: for each name its class, its options and their usual values.
 
 To add one, add an entry to :data:`OPTIMIZERS`; everything else is read off its class.
 """
@@ -99,7 +99,7 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     def check(self, owner: str, value: Any) -> None:
-        """Raise ``ValueError`` for a value of another type; the optimizer itself checks ranges."""
+        """Raise ``ValueError`` if ``value`` has none of ``kinds``; the optimizer checks ranges."""
         if not any(_fits(value, kind) for kind in self.kinds):
             words = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
             words |= {type(None): "none", tuple: "two numbers"}
@@ -151,7 +151,7 @@ class OptimizerEntry:
 
     @property
     def published(self) -> Mapping[str, Any] | None:
-        """The authors' exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`, or None."""
+        """The published exchange, for :meth:`~comm_hooks.ExchangeSettings.from_dict`, or None."""
         return getattr(self.make, "published", None)
 
     @property
@@ -277,7 +277,7 @@ _SPELLINGS = {
 
 
 def lookup(name: str) -> OptimizerEntry | None:
-    """Return the entry of an optimizer's name or class name, or None; ignore case and underscores.
+    """Return an optimizer's entry by name or class name in any case; None for an unknown name.
 
     Example::
 
@@ -288,7 +288,7 @@ def lookup(name: str) -> OptimizerEntry | None:
 
 
 def find(name: str) -> OptimizerEntry:
-    """Return the entry of a name as :func:`lookup` does.
+    """Return the registry entry of an optimizer's name, as :func:`lookup` does.
 
     Raises:
         ValueError: for an unknown name, with the nearest known one.

@@ -11,12 +11,12 @@ from comm_hooks.optim.base import SteppingOptimizer
 
 
 class WrappingOptimizer(SteppingOptimizer):
-    """An optimizer that wraps another one: it extends its step, and shows its groups and state.
+    """An optimizer that extends the step of an inner optimizer and shows its groups and state.
 
-    So a scheduler of this optimizer sets the learning rates of the inner one, and code that asks
-    for an optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
-    the profiler) gets one.  ``load_state_dict`` may give the inner optimizer other groups and
-    another state: both are looked up, never kept.
+    So a scheduler of this optimizer sets the learning rates of the inner optimizer, and code that
+    requires an optimizer (Accelerate, Lightning, a ``GradScaler``, hooks before and after steps,
+    the profiler) accepts it.  ``load_state_dict`` may replace the inner optimizer's groups and
+    state: both are looked up at every use.
 
     Args:
         inner: the wrapped optimizer, over the same parameters.
@@ -24,7 +24,7 @@ class WrappingOptimizer(SteppingOptimizer):
     Raises:
         ValueError: for an inner optimizer that needs a closure, as ``LBFGS`` does.
 
-    Not supported: parameters added later; copies.
+    Not supported: adding parameters after construction; copies.
     """
 
     _compiles = False
@@ -34,8 +34,8 @@ class WrappingOptimizer(SteppingOptimizer):
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 f"{type(self).__name__}: {type(inner).__name__} computes gradients several times "
-                "in a step, where only one is possible: take an inner optimizer with one gradient "
-                "per step, such as AdamW"
+                "in a step, which is not supported: use an inner optimizer that computes them "
+                "once per step, such as AdamW"
             )
         self.inner = inner
         # Not Optimizer.__init__, which makes groups and a state.  All else an optimizer gets, too,
@@ -67,8 +67,8 @@ class WrappingOptimizer(SteppingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise ``ValueError``: no parameters can be added after construction."""
         raise ValueError(
-            f"{type(self).__name__}: parameters cannot be added: make the inner optimizer with all "
-            f"of them, and then {type(self).__name__} anew"
+            f"{type(self).__name__}: parameters cannot be added: make a new inner optimizer of all "
+            f"parameters, and a new {type(self).__name__}"
         )
 
     def state_dict(self) -> dict[str, Any]:

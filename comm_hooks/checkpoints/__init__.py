@@ -1,1 +1,1 @@
-"""Save and load a state of its own on every rank: a protocol, rank files and DCP checkpoints."""
+"""Save and load states that differ between ranks: a protocol, rank files, DCP checkpoints."""

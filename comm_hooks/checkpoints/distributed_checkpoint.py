@@ -22,8 +22,8 @@ class RankStates:
     single rank.  Here the state of each rank is a tensor of bytes under a name of its own.
 
     Args:
-        state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange`, or rounds
-            of local work.
+        state: a :class:`~comm_hooks.CompressionState`, an :class:`~comm_hooks.Exchange`, or
+            :class:`~comm_hooks.optim.LocalRounds`.
 
     Not supported: ``dcp.load`` itself, which needs all sizes before it reads: use :meth:`load`;
     ranks without ``torch.distributed`` (MPI).
@@ -69,22 +69,22 @@ class RankStates:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ``ValueError``, since ``dcp.load`` calls it: use :meth:`load` instead."""
         raise ValueError(
-            "dcp.load() cannot load the states of single ranks: call RankStates(state).load() "
-            "with the name and the checkpoint"
+            "dcp.load() cannot load the states of single ranks: call "
+            "RankStates(state).load(name, checkpoint)"
         )
 
     def load(self, name: str, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
         """Restore the states of all ranks; every rank must call it.
 
         On the same ranks as at the save, each rank restores its own state; otherwise each rank
-        reads the states of all former ranks and merges them.
+        reads the states of all ranks that saved, and merges them.
 
         Args:
             name: the key under which this object was given to ``dcp.save``.
             checkpoint: the folder of the checkpoint, or a reader of it.
 
         Raises:
-            ValueError: on all ranks alike, if states are missing, damaged, or do not fit.
+            ValueError: on all ranks alike, if states are missing, damaged, or not of this model.
         """
         if isinstance(checkpoint, StorageReader):
             reader = checkpoint
@@ -104,4 +104,4 @@ class RankStates:
 
         storage = Storage("the checkpoint", lambda rank: f"the state {name}.rank{rank}", read)
         if not restore(self._state, storage):
-            raise ValueError(f"the checkpoint has no states of ranks under {name!r}")
+            raise ValueError(f"RankStates: the checkpoint has no states of ranks under {name!r}")

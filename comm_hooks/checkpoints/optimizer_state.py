@@ -60,13 +60,13 @@ class OptimizerState:
         return {**self.exchange.state_dict(), "optimizer": self._part()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that this rank saved, or raise ``ValueError``.  Not collective."""
+        """Restore this rank's state; ``ValueError`` if model or optimizer differ from the save."""
         self._check([state["optimizer"]])
         self.exchange.load_state_dict(state)
         self._load([state["optimizer"]])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of all former ranks, on any number of ranks.  Not collective.
+        """Restore the states of all ranks that saved, on any number of ranks.
 
         On another number of ranks the tensors that differ between ranks start from their mean.
         """
@@ -92,7 +92,7 @@ class OptimizerState:
         return state
 
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's :meth:`_part`, or the mean of the parts of all former ranks."""
+        """Restore one rank's :meth:`_part`, or the mean of the parts of all ranks that saved."""
         first = parts[0]
         if "optimizer" in first:
             self.optimizer.load_state_dict(first["optimizer"])
@@ -107,22 +107,22 @@ class OptimizerState:
         """Raise ``ValueError`` unless the parts were saved with this model and this optimizer."""
         here = type(self.optimizer).__name__
         if others := sorted({str(part.get("type")) for part in parts} - {here}):
-            raise ValueError(f"the state was saved by {', '.join(others)}, not by {here}")
+            raise ValueError(f"{here}: the state was saved by {others[0]}: load it into that class")
         if "parameters" in parts[0] and len(parts) == 1:
             return  # it has the parameters and the optimizer
         if any("parameters" in part for part in parts):
             raise ValueError(
-                f"the state was saved between synchronizations, when its {len(parts)} ranks had "
-                "different parameters: load it on as many ranks, call synchronize() on the "
-                "optimizer, and save"
+                f"{here}: the state was saved between synchronizations, when its {len(parts)} "
+                "ranks had different parameters: load it on as many ranks, call synchronize() on "
+                "the optimizer, and save"
             )
         checksum = self._checksum()
         first = self.exchange.transport.rank if len(parts) == 1 else 0
         wrong = [str(i) for i, part in enumerate(parts, first) if part["checksum"] != checksum]
         if wrong:
             raise ValueError(
-                f"the model and the optimizer are not those that rank {', '.join(wrong)} had when "
-                "it saved: load them first, and from the same checkpoint"
+                f"{here}: the model and the optimizer are not those that rank {', '.join(wrong)} "
+                "had when it saved: load them first, and from the same checkpoint"
             )
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -24,10 +24,10 @@ class RankState(Protocol):
         """Return the state of this rank as plain values and tensors, with its ``step``."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restore the state that this rank saved, or raise ``ValueError``."""
+        """Restore the state that this rank saved; raise ``ValueError`` if it does not fit."""
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
-        """Restore the states of all former ranks, given in rank order, or raise ``ValueError``."""
+        """Restore all ranks' saved states, in rank order; ``ValueError`` if they do not fit."""
 
 
 def exchange_of(state: Any) -> Exchange:
@@ -37,17 +37,17 @@ def exchange_of(state: Any) -> Exchange:
 
 
 def has_clients(state: Any) -> bool:
-    """Return whether ranks play several clients in turn, so that their step counts may differ."""
+    """Return whether ranks run several clients in turn, so that their step counts may differ."""
     return getattr(state, "participation", None) is not None
 
 
 def local_steps(state: Any) -> int | None:
-    """Return the number of local steps of rounds; None if it may differ between ranks."""
+    """Return the number of local steps taken; None without any, or if ranks may differ in it."""
     return None if has_clients(state) else getattr(state, "steps", None)
 
 
 def gather_findings(state: RankState, finding: Any) -> list[Any]:
-    """Return the values that all ranks of the run pass as ``finding``, in the same order on all.
+    """Return the values of ``finding`` on all ranks of the run, in the same order on all ranks.
 
     Ranks that hold other parts of a sharded model (``model_parallel_groups`` of the state or of the
     owner of its exchange) are included: a checkpoint is restored as a whole or not at all.

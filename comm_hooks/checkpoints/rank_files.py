@@ -34,7 +34,7 @@ def save_rank_file(
         folder: the folder of the files, created if needed.  Nodes must share it only if the run is
             to continue on another number of ranks.
         write: replaces :func:`torch.save`, for filesystems that are not local; it receives the
-            entry to save and the path as a string.
+            dict to save and the path as a string.
 
     Raises:
         ValueError: on all ranks, if any of them cannot write its file.
@@ -68,13 +68,13 @@ def load_rank_files(
     """Restore the states that :func:`save_rank_file` wrote.  Every rank must call it.
 
     On the same ranks as at the save, each rank restores its own state; otherwise each rank reads
-    the files of all former ranks and merges them.
+    the files of all ranks that saved, and merges them.
 
     Args:
-        state: an object of the saved kind, with any number of ranks.
+        state: an object of the class that was saved, with any number of ranks.
         folder: the folder of the files.
-        step: if given, a state that was saved after another number of exchanges is refused.
-        read: replaces :func:`torch.load`; returns the entry at a path, or raises
+        step: if given, the number of exchanges after which the files must have been saved.
+        read: replaces :func:`torch.load`; returns the dict at a path, or raises
             ``FileNotFoundError``.
 
     Returns:
@@ -82,7 +82,7 @@ def load_rank_files(
 
     Raises:
         ValueError: on all ranks alike, if files are missing, damaged or of different checkpoints
-            (then nothing is changed), or do not fit.
+            (then nothing is changed), or do not fit the model and settings.
     """
     load = read or _read
     storage = Storage(

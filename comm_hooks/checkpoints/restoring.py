@@ -16,7 +16,7 @@ _MISSING = "is missing"
 
 @dataclass(frozen=True)
 class Storage:
-    """A place with one entry, a saved state, for each rank.
+    """A storage of saved states, with one entry for each rank.
 
     Args:
         name: the name of the storage, for messages.
@@ -58,17 +58,17 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
        of a sharded model as well.
     2. On the same ranks as at the save, each rank restores its own state.
     3. On other ranks, or if the state of a rank does not fit the settings, each rank reads the
-       entries of all former ranks (``load_state_dicts``).
+       entries of all ranks that saved (``load_state_dicts``).
 
     Args:
-        step: if given, a state that was saved after another number of exchanges is refused.
+        step: if given, the number of exchanges after which the states must have been saved.
 
     Returns:
         Whether there were entries.  If not, nothing is changed.
 
     Raises:
         ValueError: on all ranks alike, if entries are missing, damaged or of different checkpoints
-            (then nothing is changed), or do not fit.
+            (then nothing is changed), or do not fit the model and settings.
     """
     exchange = exchange_of(state)
     transport = exchange.transport
@@ -91,8 +91,8 @@ def restore(state: RankState, storage: Storage, *, step: int | None = None) -> b
     if len({saved_step for _, saved_step in outcomes}) > 1:
         raise ValueError(
             f"{storage.name} has the files of some parts of the sharded model, but no files of "
-            "others, or files of another step: all are needed, or none (remove the folder to start "
-            "residuals from zero)"
+            "other parts, or files of another step: all are needed, or none (remove the folder to "
+            "start residuals from zero)"
         )
     if saved is None:
         return False
@@ -134,11 +134,11 @@ def _saved(
     """Return the ranks and the step of a saved checkpoint; None if no rank has an entry.
 
     Args:
-        found: each rank's :func:`_finding` about its own entry.
+        found: for each rank the :func:`_finding` about the entry that it read.
         ranks: the ranks that exchange now.
 
     Raises:
-        ValueError: if the entries are of different checkpoints, or of another step.
+        ValueError: if the entries are of different checkpoints, or not of ``step``.
     """
     if all(finding == _MISSING for finding in found):
         return None
@@ -149,7 +149,7 @@ def _saved(
     if step is not None and saved_step != step:
         raise ValueError(
             f"{storage.name} was saved after {saved_step} exchanges, but the checkpoint after "
-            f"{step}: it belongs to another checkpoint"
+            f"{step}: it belongs to another checkpoint: load both from the same one"
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], storage)
@@ -161,30 +161,30 @@ def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]
     """Raise ``ValueError`` if ranks that exchanged in different groups exchange together now.
 
     Args:
-        group: the ranks of the first rank's former group.
-        others: the ranks of the other ranks' former groups.
+        group: the ranks that exchanged with the first rank when it saved.
+        others: for each other rank, the ranks that exchanged with it when it saved.
     """
     for other in others:
         if set(other).isdisjoint(group):
             raise ValueError(
                 f"these ranks exchanged in several groups when they saved, ranks {list(group)} and "
-                f"ranks {list(other)} among them: the residuals of such groups cannot be put "
-                "together. Make the groups that there were"
+                f"ranks {list(other)} among them: residuals of several groups cannot be merged. "
+                "Make the same process groups as in the run that saved"
             )
 
 
 def _finding(entry: dict[str, Any] | str) -> Any:
-    """Return the values of an entry that ranks compare (ranks and steps), or the problem."""
+    """Return the values of an entry that ranks compare (ranks, steps), or its problem as text."""
     if isinstance(entry, str):
         return entry
     return [entry[_RANKS], entry[_STATE]["step"], entry.get(_LOCAL_STEPS)]
 
 
 def _require_all(findings: list[Any], expected: list[Any], storage: Storage) -> None:
-    """Raise ``ValueError`` unless the entries of all ranks are there, of one checkpoint.
+    """Raise ``ValueError`` unless the entries of all ranks are present and of one checkpoint.
 
     Args:
-        findings: the :func:`_finding` about the entry of each former rank.
+        findings: the :func:`_finding` about the entry of each rank that saved.
         expected: the finding about the first rank's entry.
     """
     ranks = expected[0]

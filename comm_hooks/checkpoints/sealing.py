@@ -33,7 +33,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 def require_seal(state: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the content of a state fits its digest, on any device."""
     if not isinstance(state.get(SEAL), str):
-        raise ValueError("the state has no seal: it was not saved by state_dict(), or not whole")
+        raise ValueError("the state has no seal: save state_dict() whole, with its digest 'seal'")
     try:
         found = sealed(state)[SEAL]
     except Exception:  # for values that are not plain

@@ -72,8 +72,8 @@ def register(
 def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
     """Call ``load`` with the checkpoint's folder after each ``accelerator.load_state``.
 
-    Hooks of ``load_state`` run before models and optimizers are loaded, but an optimizer's own
-    state is compared with the loaded ones.
+    Hooks of ``load_state`` run before models and optimizers are loaded, but the state of a rank is
+    compared with the loaded model and optimizer.
     """
     load_state, folders = accelerator.load_state, []
 

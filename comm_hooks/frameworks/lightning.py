@@ -125,9 +125,9 @@ class CompressionCallback(Callback):
             taken = local_steps(self.state)
             if (saved := self._saved.get("local_steps", taken)) != taken:
                 raise ValueError(
-                    f"the files of ranks beside {trainer.ckpt_path} are of local step {taken}, but "
-                    f"the checkpoint of {saved}: a save was interrupted, or files were mixed: "
-                    "resume from another checkpoint"
+                    f"the rank files of {trainer.ckpt_path} are of local step {taken}, but the "
+                    f"checkpoint is of local step {saved}: a save was interrupted, or files were "
+                    "mixed: resume from another checkpoint"
                 )
         self._saved = None
         self._logger = StatsLogger(self.state)
@@ -189,8 +189,8 @@ class CompressionCallback(Callback):
 def _only(optimizers: list[Any]) -> Any:
     if len(optimizers) != 1:
         raise ValueError(
-            f"CompressionCallback() without a compressor needs one optimizer, which exchanges by "
-            f"itself, got {len(optimizers)}"
+            f"CompressionCallback() without a compressor needs exactly one optimizer, one that "
+            f"exchanges by itself, got {len(optimizers)}"
         )
     return optimizers[0]
 
@@ -201,8 +201,8 @@ def _refuse_tuners(callbacks: list[Any]) -> None:
         name = type(callback).__name__
         if name in ("LearningRateFinder", "BatchSizeFinder"):
             raise ValueError(
-                f"CompressionCallback: {name} trains before anything is registered, so that it "
-                "would try another method: find the value with a Trainer of its own, without "
+                f"CompressionCallback: {name} trains before the compressor is registered, so that "
+                "its result does not hold with compression: run it in another Trainer, without "
                 "CompressionCallback"
             )
 

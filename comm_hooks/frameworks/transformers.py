@@ -61,9 +61,9 @@ def register(
         >>> callback = transformers.register(trainer)  # doctest: +SKIP
     """
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ValueError("this Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed")
+        raise ValueError("register(): Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed")
     if getattr(trainer, "is_fsdp_enabled", False):
-        raise ValueError("this Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
+        raise ValueError("register(): Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
     callback = CompressionCallback(trainer, compressor, settings)
     # In front: the other callbacks see the values that it adds to the logs.
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -133,7 +133,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``train``, and pass the resumed checkpoint to the callback, as the Trainer does not."""
+    """Call ``train``, and pass the resumed checkpoint to the callback; the Trainer does not."""
     resumed = resume_from_checkpoint
     if resumed is True:
         resumed = get_last_checkpoint(callback._trainer.args.output_dir)

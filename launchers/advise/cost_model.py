@@ -132,7 +132,7 @@ class Round:
         return self.encode + self.decode + sum(c.seconds(network) for c in self.collectives)
 
     def scaled(self, factor: float, ready: float = 1.0) -> "Round":
-        """Return the round of a vector with ``factor`` times as many elements."""
+        """Return the exchange of a vector with ``factor`` times as many elements."""
         collectives = tuple(replace(c, traffic=round(factor * c.traffic)) for c in self.collectives)
         return Round(collectives, factor * self.encode, factor * self.decode, ready)
 
@@ -188,10 +188,10 @@ def predict(
     4. the optimizer; its rounds overlap with nothing.
 
     Args:
-        plan: of the method.
-        network: between the ranks.
-        forward_backward: seconds of forward and backward.
-        optimizer: seconds of the user's optimizer.
+        plan: the plan of the method.
+        network: the network between the ranks.
+        forward_backward: the seconds of forward and backward pass.
+        optimizer: the seconds of a step of the user's optimizer.
 
     Example::
 
@@ -215,7 +215,7 @@ def predict(
 
 
 def matrix_shapes(numel: int) -> tuple[tuple[int, ...], ...]:
-    """Return a model of equal square matrices with so many parameters.
+    """Return the parameter shapes of a model of equal square matrices with ``numel`` elements.
 
     Example::
 

@@ -19,7 +19,7 @@ from comm_hooks.wire.summed_header import MARKS_START
 
 
 class Echo(Transport):
-    """A transport of rank 0 of N simulated ranks: each reply repeats this rank's own payload.
+    """The transport of rank 0 of N simulated ranks: all ranks send copies of its own payload.
 
     Args:
         world_size: N, the number of ranks.
@@ -54,7 +54,7 @@ class Echo(Transport):
         return Round(tuple(self._collectives), self._encode, self.clock() - self._since)
 
     def clock(self) -> float:
-        """Return seconds, after the device has finished its work."""
+        """Return the time in seconds, after waiting for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -68,7 +68,7 @@ class Echo(Transport):
     def _answer(self, request: Request) -> Any:
         payload, ranks = request.payload, self.world_size
         if request.group:
-            raise ValueError("hierarchical exchanges are not predicted")
+            raise ValueError("advise cannot predict collective='hierarchical': use another one")
         if isinstance(request, AllGatherObject):
             return [payload] * ranks
         assert isinstance(request, AllReduce | AllGather | AllToAll)

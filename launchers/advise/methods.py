@@ -39,12 +39,12 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes, the defaults of DDP
 _REPEAT = 3
 _MIN_STEPS = 4
 _SHORT_RUN = Defaults(steps=2 * _MIN_STEPS, warmup=1)
-"""An optimizer that changes after its warm-up has changed before its steps are measured."""
+"""The training for which optimizers are built: warm-ups end before steps are measured."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, split into its parts.
+    """A method: a compressor or an exchange without one, an optimizer, and their options.
 
     Attributes:
         spec: the text of the method, such as ``"quantize:bits=2"``.
@@ -78,7 +78,7 @@ class Method:
         if entry is None:
             raise ValueError(unknown("method", self.optimizer, [*PLAIN, *COMPRESSORS, *OPTIMIZERS]))
         if (entry.averages != "exchange") if self.compressor else (entry.averages == "before"):
-            wanted = "no compressor" if entry.averages == "own" else "gradients that are averaged"
+            wanted = "no compressor" if entry.averages == "own" else "gradients averaged by a hook"
             raise ValueError(f"method {self.spec!r}: {entry.name} takes {wanted}")
         if self.compressor in PLAIN:
             raise ValueError(
@@ -97,7 +97,7 @@ class Method:
         return ExchangeSettings.from_dict(entry.published)
 
     def build(self, named: list[tuple[str, nn.Parameter]], transport: Echo) -> Optimizer:
-        """Return a new instance of the method's optimizer; there must be one."""
+        """Return a new instance of the method's optimizer; the method must have one."""
         entry = OPTIMIZERS[self.optimizer]
         options = dict(self.optimizer_options)
         if entry.averages == "exchange":
@@ -155,10 +155,10 @@ class Planner:
     """Finds the bytes and measures the arithmetic of methods, for one model, ranks and device.
 
     Args:
-        shapes: of the parameters.
-        ranks: N.
-        device: on which the arithmetic is measured.
-        element_bytes: of one gradient.
+        shapes: the shapes of the parameters.
+        ranks: the number of ranks.
+        device: the device on which the arithmetic is measured.
+        element_bytes: the bytes of an element of a gradient.
 
     Example::
 
@@ -219,7 +219,7 @@ class Planner:
         return plan.optimizer or 0.0
 
     def _measure_round(self, settings: ExchangeSettings) -> Round:
-        """Return the exchange of all gradients with the median arithmetic of several runs."""
+        """Return the exchange of all gradients with the median time of several measurements."""
         exchange = Exchange(settings, transport=self._echo)
         rounds = []
         for _ in range(1 + _REPEAT):  # the first one allocates memory

@@ -26,7 +26,8 @@ class Cell:
         batch: the samples per step and rank.
         seeds: the number of seeds per task; the fewest of all tasks.
         spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
-        kept: task -> (none - method) / (none - all-reduce), in held-out loss.
+        kept: by task, (none - method) / (none - all-reduce), with the held-out loss of the method,
+            of all-reduce, and without any exchange (none).
     """
 
     method: str
@@ -70,12 +71,12 @@ def measured() -> Sequence[Cell]:
 
 
 def most_ranks() -> int:
-    """Return the largest number of ranks with a measurement on enough tasks."""
+    """Return the largest number of ranks measured on at least ``FEWEST_TASKS`` tasks."""
     return max(cell.ranks for cell in measured() if len(cell.kept) >= FEWEST_TASKS)
 
 
 def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> Kept | None:
-    """Return the quality that a method kept with so many ranks; None without a measurement.
+    """Return the measured quality of a method with ``ranks`` ranks; None without a measurement.
 
     1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
        ``ranks`` counts.
@@ -85,8 +86,8 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
     4. A setting with fewer than three tasks does not count.
 
     Args:
-        method: with the options of the measurement, except for the budget.
-        ranks: of the training.
+        method: the method, with the options of the measurement, except for the budget.
+        ranks: the number of ranks of the training.
         cells: the measurements, by default :func:`measured`.
 
     Example::

@@ -46,9 +46,9 @@ def make_row(method: Method, plan: Plan, network: Network, step: float, adamw: f
     Args:
         method: the method.
         plan: its exchanges and arithmetic.
-        network: between the ranks.
-        step: seconds of a step without exchange.
-        adamw: seconds of a step of AdamW on this model.
+        network: the network between the ranks.
+        step: the seconds of a training step without exchange.
+        adamw: the seconds of a step of AdamW on this model.
     """
     optimizer = min(adamw, step)
     seconds = predict(plan, network, forward_backward=step - optimizer, optimizer=optimizer)
@@ -77,7 +77,7 @@ def choose(rows: Sequence[Row], min_share: float) -> Row | None:
 
 
 def print_rows(rows: Sequence[Row], network: Network, console: Console) -> None:
-    """Print a row per method, the fastest first, and what the columns mean."""
+    """Print a row per method, the fastest first, and the meaning of the columns."""
     plain = next((row for row in rows if row.method.spec == "all_reduce"), None)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for name in _COLUMNS:
@@ -133,22 +133,22 @@ def print_choice(
 
 
 def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
-    """Return the note about the column of quality: its meaning, and the trainings behind it."""
+    """Return the note about the column "kept": its meaning, and the measured trainings."""
     if not shares:
         return (
             f"kept: nothing was measured of these methods with {network.ranks} ranks or more on "
-            f"enough tasks (of any method the most are {most_ranks()}), so none of them is "
-            "recommended in place of all-reduce."
+            f"three tasks (the most ranks of any measurement are {most_ranks()}), so none of them "
+            "is recommended in place of all-reduce."
         )
     cells = [cell for share in shares for cell in share.cells]
     return (
         "kept: the part of the gain from exchanging, (none - method) / (none - all-reduce) in "
-        "held-out loss, the least and the most of several tasks (± half the distance between "
+        "held-out loss, the lowest and the highest of several tasks (± half the distance between "
         f"seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
         f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
         f"{_listed(cell.batch for cell in cells)}, models of 0.6 M parameters. Other models and "
         "longer trainings can differ either way: compare on your own data before a long run. "
-        "'-': not measured on enough tasks."
+        "'-': measured on fewer than three tasks."
     )
 
 

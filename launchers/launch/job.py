@@ -62,7 +62,7 @@ class Job:
         return self.nodes[0] != self.nodes[1]
 
     def words(self, flag: str) -> list[str]:
-        """Return the target as words of a command in which ``flag`` announces a module."""
+        """Return the target as words of a command line, after ``flag`` if it is a module."""
         return [*([flag] if self.module else []), *self.target]
 
     def require_target(self) -> None:

@@ -45,7 +45,7 @@ def make_plan(job: Job, environment: Mapping[str, str]) -> Plan:
         environment: the environment variables of this process.
 
     Raises:
-        ValueError: for options that do not go together, and programs that are not there.
+        ValueError: for options that exclude each other, and programs that are not installed.
     """
     process = detect_environment(environment)
     if process.launcher == "torchrun":
@@ -92,7 +92,7 @@ def _torchrun(job: Job, environment: Mapping[str, str]) -> Plan:
 
 
 def _preflight(job: Job, head: Endpoint | None) -> list[Command]:
-    """Return the preflight, one process on each node."""
+    """Return the command of the preflight, one process on each node; [] if not asked for."""
     if not job.preflight:
         return []
     if job.is_elastic:

@@ -72,7 +72,7 @@ def interfaces(job: Job, route: Route) -> dict[str, str]:
     Variables of the environment stay unless ``--interface`` is given.
 
     Raises:
-        ValueError: if the environment keeps gloo to this machine, and the head is another one.
+        ValueError: if GLOO_SOCKET_IFNAME is a loopback interface, and the head another machine.
     """
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not job.interface and given.startswith("lo") and given != route.interface:

@@ -15,7 +15,7 @@ _PORTS = 20000
 
 
 def srun(job: Job, nodes: int) -> Command:
-    """Return the srun that starts ``comm-hooks launch`` on each node of this allocation."""
+    """Return the srun command that starts ``comm-hooks launch`` on each node of this allocation."""
     arguments = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     arguments.append("--kill-on-bad-exit=1")
     if "SLURM_CPUS_PER_TASK" in os.environ:
@@ -24,7 +24,7 @@ def srun(job: Job, nodes: int) -> Command:
 
 
 def task_of_srun(job: Job, process: LauncherEnvironment, environment: Mapping[str, str]) -> Job:
-    """Return the job with the nodes, the node rank and the head that Slurm tells a task.
+    """Return the job with the nodes, the node rank and the head that Slurm gives to a task.
 
     Raises:
         ValueError: if srun started several tasks on a node, each of which would start all ranks.

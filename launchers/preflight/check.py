@@ -22,7 +22,7 @@ Peers = Sequence[tuple[int, str, int]]
 
 @dataclass
 class Verdict:
-    """The result of a check, the same on all ranks; a problem or note is one line."""
+    """The result of a check, the same on all ranks; each problem is one line of text."""
 
     problems: list[str]
     nodes: list[Facts] = field(default_factory=list)
@@ -45,12 +45,12 @@ def check(
     4. rank 0 sends the verdict.
 
     Args:
-        meeting: of all processes.
-        facts: about this one.
-        listener: of this process; None without an address.
-        seconds: to wait for processes.
-        bits_per_second: that each link must carry; None to compare links with each other.  That of
-            rank 0 counts.
+        meeting: the exchange of messages between all processes.
+        facts: the facts about this process.
+        listener: the TCP port of this process for measurements; None without an address.
+        seconds: the longest time to wait for processes.
+        bits_per_second: the rate that each link must carry, on rank 0; None to compare links with
+            each other.
 
     Raises:
         MeetingError: if rank 0 has ended.
@@ -115,7 +115,7 @@ def _follow(meeting: Meeting, listener: Listener | None, seconds: float) -> Verd
 
 
 def _measure(meeting: Meeting, listener: Listener | None, peers: Peers) -> list[Link]:
-    """Measure the links between neighbours; return all of them on rank 0, and none elsewhere."""
+    """Measure links between neighbouring nodes; return all on rank 0, and [] on other ranks."""
     ranks = [rank for rank, _, _ in peers]
     if meeting.rank not in ranks:
         return []

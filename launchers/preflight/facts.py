@@ -34,9 +34,9 @@ class Facts:
         host: the machine's name.
         address: the address at which other nodes reach this node; empty if not known.
         interface: the network interface of that address.
-        port: for measurements of links.
-        processes: ranks per node; None if not known.
-        versions: by name, of the packages that must be the same on all nodes.
+        port: the TCP port at which this process answers measurements of links; 0 for none.
+        processes: the number of ranks per node; None if not known.
+        versions: the versions, by name, of the packages that must be the same on all nodes.
         gpus: the names of the GPUs that PyTorch sees.
         complaints: problems of this process alone, one line each.
     """
@@ -53,7 +53,7 @@ class Facts:
 
 
 def describe(party: Party, interface: str | None) -> tuple[Facts, Listener | None]:
-    """Return the facts about this process, and its listener if it has an address."""
+    """Return the facts about this process, and its TCP listener; None without an address."""
     complaints = find_complaints(Path(), dict(os.environ))
     address = name = ""
     listener = None
@@ -81,7 +81,7 @@ def describe(party: Party, interface: str | None) -> tuple[Facts, Listener | Non
 
 
 def _complain_if_alone(process: LauncherEnvironment) -> list[str]:
-    """Return one complaint if the training script would not find the other processes, else []."""
+    """Return one problem if the training script would not find the other processes, else []."""
     size = process.world_size
     if process.launcher != "torchrun":
         # RANK is not set: DeepSpeed asks mpi4py, as other programs for MPI do.

@@ -30,8 +30,8 @@ class Link:
 
     Args:
         source, target: indices of nodes.
-        round_trip: seconds, the median of 30.
-        bits_per_second: in one TCP connection.
+        round_trip: the median of 30 round trips, in seconds.
+        bits_per_second: the rate in one TCP connection.
         error: the reason if the measurement failed.
     """
 
@@ -52,14 +52,14 @@ class Connection:
         self._buffer = memoryview(bytearray(256 * 1024))
 
     def send(self, count: int) -> None:
-        """Send so many bytes of any content."""
+        """Send ``count`` bytes of any content."""
         while count:
             size = min(count, len(self._buffer))
             self._socket.sendall(self._buffer[:size])
             count -= size
 
     def receive(self, count: int) -> None:
-        """Wait for so many bytes."""
+        """Receive ``count`` bytes into the buffer, which the next bytes overwrite."""
         while count:
             size = self._socket.recv_into(self._buffer[: min(count, len(self._buffer))])
             if not size:
@@ -67,11 +67,11 @@ class Connection:
             count -= size
 
     def send_number(self, number: float) -> None:
-        """Send a number."""
+        """Send a number in eight bytes."""
         self._socket.sendall(_NUMBER.pack(number))
 
     def receive_number(self) -> float:
-        """Wait for a number."""
+        """Receive a number that :meth:`send_number` sent."""
         self.receive(_NUMBER.size)
         return float(_NUMBER.unpack(self._buffer[: _NUMBER.size])[0])
 
@@ -124,7 +124,7 @@ def send(link: Link, address: str, port: int) -> Link:
 
 
 def _transfer(channel: Connection, count: int) -> float:
-    """Return the seconds of a transfer and of the answer that it has arrived."""
+    """Send ``count`` bytes, and return the seconds until their receipt is acknowledged."""
     started = time.perf_counter()
     channel.send_number(count)
     channel.send(count)

@@ -22,12 +22,12 @@ _PREFIX = "comm-hooks-preflight"
 
 
 class MeetingError(ValueError):
-    """The processes cannot meet; the message is one line for the user."""
+    """Processes cannot connect, or one does not answer; the message is one line of text."""
 
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that check together, and the place of this process among them.
+    """The processes that run a preflight together, and the rank of this process among them.
 
     Attributes:
         head: the endpoint of the store; None for a process on its own.
@@ -63,7 +63,7 @@ def find_party(
     nproc: int | None,
     environment: Mapping[str, str],
 ) -> Party:
-    """Return the processes that check together, from the options or from the launcher.
+    """Return the processes that run a preflight together, from the options or the launcher.
 
     Raises:
         ValueError: for several nodes without a head, and for options that the launcher has set.
@@ -101,7 +101,7 @@ def find_party(
 
 
 class Meeting:
-    """The exchange of messages between the processes of a party, as JSON in a shared store."""
+    """The exchange of messages between the processes, as JSON in a shared key-value store."""
 
     def __init__(self, store: Any, party: Party, rank: int) -> None:
         self.store = store
@@ -117,7 +117,7 @@ class Meeting:
     def hear(
         self, what: str, ranks: Iterable[int], seconds: float
     ) -> tuple[dict[int, Any], list[int]]:
-        """Return the messages ``what`` by rank, and the ranks without one after ``seconds``."""
+        """Wait for messages named ``what``; return them by rank, and the ranks without one."""
         missing, heard = list(ranks), {}
         deadline = time.monotonic() + seconds
         while True:
@@ -128,7 +128,7 @@ class Meeting:
                         missing.remove(rank)
             except RuntimeError as error:
                 raise MeetingError(
-                    f"lost {self.member} 0, which holds the store: its last message says why"
+                    f"lost the connection to {self.member} 0, which hosts the store: see its output"
                 ) from error
             if not missing or time.monotonic() > deadline:
                 return heard, missing
@@ -142,7 +142,7 @@ class Meeting:
         return heard[0]
 
     def leave(self, seconds: float = 10.0) -> None:
-        """End this process's part; the store's host waits until all others have ended theirs."""
+        """Leave the meeting; the process that hosts the store waits until all others have left."""
         self.tell("leaves", True)
         if self._hosts:
             came = [r for r in range(self.size) if self.store.check([f"facts/{r}"])]

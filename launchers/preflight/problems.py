@@ -18,13 +18,13 @@ _LISTED = 3
 
 
 def name_node(index: int, facts: Facts) -> str:
-    """Return the name of a node in messages."""
+    """Return a node's index, host name and address as text for messages."""
     where = f", {facts.address}" if facts.address else ""
     return f"node {index} ({facts.host}{where})"
 
 
 def find_problems(nodes: Sequence[Facts]) -> list[str]:
-    """Return the problems of nodes, one line each."""
+    """Return the problems of nodes, such as different versions, one line each."""
     names = [name_node(index, facts) for index, facts in enumerate(nodes)]
     problems = [
         f"{name}: {complaint}"
@@ -59,12 +59,12 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
 def find_link_problems(
     nodes: Sequence[Facts], links: Sequence[Link], least: float | None
 ) -> list[str]:
-    """Return the problems of links, one line each.
+    """Return the problems of links, one line each: those that failed, and slow ones.
 
     Args:
-        nodes: for their names.
-        links: as measured.
-        least: bits per second that every link must carry; None to compare links only.
+        nodes: the facts about each node.
+        links: the measured links.
+        least: the bits per second that every link must carry; None to compare links only.
     """
     names = [name_node(index, facts) for index, facts in enumerate(nodes)]
     problems = []

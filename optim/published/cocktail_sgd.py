@@ -14,7 +14,8 @@ class CocktailSGD(ExchangingOptimizer):
     CocktailSGD (Wang et al., ICML 2023, section 3), with C = :class:`~comm_hooks.Cocktail`
     (random subset, top-k within it, 4 bits).  Per step t:
 
-    1. each rank: a_i = g_i + e_i; it sends C(a_i) and keeps e_i = a_i - C(a_i);
+    1. each rank adds gradient and residual, a_i = g_i + e_i; it sends C(a_i) and keeps
+       e_i = a_i - C(a_i);
     2. the owner of each shard: b = mean_i C(a_i) + s; it sends C(b) to all and keeps s = b - C(b);
     3. A = all C(b) together;
     4. u = momentum u + A;

@@ -175,5 +175,5 @@ class CompressedAdam(FreezingOptimizer):
 
 
 def _scales(states: States, group: Group) -> Tensors:
-    """Return s = sqrt(u) + eps, by which momenta are divided before the exchange."""
+    """Return sqrt(``exp_avg_sq``) + eps, by which momenta are divided before the exchange."""
     return roots(values(states, "exp_avg_sq"), group["eps"])

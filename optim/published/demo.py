@@ -20,7 +20,7 @@ class DeMo(ExchangingOptimizer):
     DeMo (Peng, Quesnelle & Kingma, 2024, section 3).  A rank's momentum delta_i is the exchange's
     residual, with the momentum's decay.  Per step and parameter:
 
-    1. each rank: delta_i = decay delta_i + g_i;
+    1. each rank, with its gradient g_i: delta_i = decay delta_i + g_i;
     2. it sends q_i, the largest DCT coefficients of delta_i, and delta_i = delta_i - q_i
        (:class:`~comm_hooks.DCTTopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
     3. theta = (1 - lr weight_decay) theta - lr sign(mean_i q_i), with sign(0) = 0.
@@ -84,9 +84,9 @@ class DeMo(ExchangingOptimizer):
 
 
 class _MeanOfSenders(DCTTopK):
-    """DCTTopK that sums each coefficient as the mean over its senders, times the number of ranks.
+    """DCTTopK with a sum that is, by coefficient, N times the mean over the ranks that sent it.
 
-    Only for the signs of a mean: as a hook's compressor it would weigh coefficients unequally.
+    N is the number of ranks.  Only for signs of a mean: a hook needs the mean over all ranks.
     """
 
     def decode_sum(

@@ -27,9 +27,9 @@ class DGC(ExchangingOptimizer):
     Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018).  The exchange's
     :class:`~comm_hooks.memory.MomentumCorrection` holds momentum and residual.  Per step:
 
-    1. each rank clips g_i, all parameters together, to the norm clip_norm / sqrt(N);
-    2. each rank: u = momentum u + g_i; e = e + u; it sends the largest elements c of e; e = e - c,
-       and u = 0 where something was sent;
+    1. each of N ranks clips its gradient g_i, all parameters together, to clip_norm / sqrt(N);
+    2. each rank: u = momentum u + g_i; residual e = e + u; it sends the largest elements c_i of e;
+       e = e - c_i, and u = 0 where c_i is not 0;
     3. theta = (1 - lr weight_decay) theta - lr mean_i c_i.
 
     Exempt parameters arrive exactly and take steps of SGD with the same momentum.

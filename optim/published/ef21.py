@@ -15,8 +15,8 @@ class DifferencesOptimizer(ExchangingOptimizer):
     Each rank's :class:`~comm_hooks.Differences` holds the other ranks' estimate of its gradient
     and sends the compressed change.  The aggregate is the sum of the mean changes; for
     parameters that the exchange exempts from compression it is the mean of the gradients itself.
-    As gradients converge, their changes and so the compression error vanish, but only if they do:
-    mini-batches keep them from it, large batches suit it.
+    If gradients converge, their changes and so the compression error vanish.  Gradients of small
+    batches do not: use large batches.
 
     Args:
         exchange: an exchange with the memory ``Differences()``, which holds the ranks' estimates
@@ -25,7 +25,7 @@ class DifferencesOptimizer(ExchangingOptimizer):
     State per parameter: ``aggregate`` (g), and the tensors that a subclass lists.
 
     Raises:
-        ValueError: if the exchange's memory is not one that sends changes.
+        ValueError: if ``exchange.memory`` is not ``Differences()``.
     """
 
     needs = ("memory",)

@@ -25,10 +25,10 @@ class FetchSGD(ExchangingOptimizer):
     r"""Top-k SGD with momentum; ranks send sketches of gradients, and keep no residuals.
 
     FetchSGD (Rothchild et al., ICML 2020, algorithm 1).  All parameters that are not exempt are one
-    vector w of d elements, and sk is the exchange's compressor with one key for all steps, because
-    momentum S_u and error S_e, zero at first, live in the sketch.  Per step:
+    vector w of d elements.  sk is the exchange's compressor, unsk its decompression, with one key
+    for all steps, because momentum S_u and error S_e, zero at first, are sketches.  Per step:
 
-    1. each rank sends sk(g_i); S = mean_i sk(g_i), which is exact, since sk is linear;
+    1. each rank sends the sketch of its gradient; S = mean_i sk(g_i), exactly, since sk is linear;
     2. S_u = momentum S_u + S;
     3. S_e = S_e + lr S_u;
     4. Delta = the ceil(density d) largest elements of unsk(S_e);
@@ -56,7 +56,7 @@ class FetchSGD(ExchangingOptimizer):
         params, lr, momentum, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`; groups share ``lr`` and
             ``momentum``, since they share a sketch.
-        exchange: an exchange with CountSketch, SRHT, GaussianSketch or Identity, without memory.
+        exchange: an exchange with CountSketch, SRHT, GaussianSketch or Identity, and memory=None.
         density: the fraction of elements that is updated in a step, in (0, 1].
         rows: the number of independent sketches of ``ratio`` each; 3 or 5 for CountSketch.
         masking: whether step 5 zeroes the touched cells; for CountSketch and Identity.
@@ -159,7 +159,7 @@ class FetchSGD(ExchangingOptimizer):
         return torch.zeros_like(estimate).index_copy_(0, places, estimate[places])
 
     def _remove(self, delta: torch.Tensor, u: torch.Tensor, e: torch.Tensor) -> None:
-        """Take step 5 of the class docstring, in place: remove Delta from S_u and S_e."""
+        """Remove Delta from the momentum and error sketches in place (step 5 of the class)."""
         sent = self._sketch(delta)
         if self.masking:
             touched = sent != 0
@@ -172,7 +172,7 @@ class FetchSGD(ExchangingOptimizer):
         return [p for p in self._parameters() if not self.exchange.settings.exempts(p.shape)]
 
     def _sketch_state(self, sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return S_u and S_e, zeros in the first step."""
+        """Return the sketches of momentum and error, S_u and S_e; zeros in the first step."""
         state = self.state[self._sketched()[0]]
         for key in ("sketch_momentum", "sketch_error"):
             if key not in state:
@@ -180,7 +180,7 @@ class FetchSGD(ExchangingOptimizer):
             elif state[key].shape != sketch.shape:
                 raise ValueError(
                     f"FetchSGD: the loaded {key} has the shape {tuple(state[key].shape)}, but "
-                    f"{tuple(sketch.shape)} is needed: it was saved with other settings"
+                    f"{tuple(sketch.shape)} is needed: saved with another ratio, rows or model"
                 )
         return state["sketch_momentum"], state["sketch_error"]
 

@@ -47,7 +47,7 @@ class Marina(ExchangingOptimizer):
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         exchange: an exchange with an unbiased compressor (PermK, RandomK, sketches, Identity,
-            Quantize(stochastic=True)), without memory.
+            Quantize(stochastic=True)), and memory=None.
         lr: learning rate.  Theory: 1 / (L (1 + sqrt((1 - p) omega / (p N)))), with omega the
             compressor's relative mean squared error.
         p: the probability of an exact gradient, in (0, 1].  The traffic of both kinds of steps is
@@ -93,7 +93,7 @@ class Marina(ExchangingOptimizer):
         super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, p=p)
         if not exchange.compressor.unbiased:
             raise ValueError(
-                f"Marina: the compressor must be unbiased, for the errors of differences add up; "
+                f"Marina: the compressor must be unbiased, because errors of differences add up; "
                 f"got {exchange.compressor}"
             )
         if exchange.memory is not None:
@@ -131,7 +131,7 @@ class Marina(ExchangingOptimizer):
     def _step(
         self, gradients: Tensors, old: Tensors | None = None, before: Tensors | None = None
     ) -> None:
-        """Update the estimate from the gradients at x', or return to x.
+        """Update the estimate g from the gradients at x', or return to x if any is not finite.
 
         Args:
             gradients: the gradients at x', which are overwritten.

@@ -26,7 +26,7 @@ class MicroAdam(ExchangingOptimizer):
     sparsified to save memory; here each rank sparsifies its own gradient, and only the sparse
     vectors are sent.  Per step and parameter:
 
-    1. a_i = g_i + e_i on each rank;
+    1. each rank adds its gradient and residual: a_i = g_i + e_i;
     2. each rank sends T_i, the largest elements of each block of a_i, and keeps e_i = Q(a_i - T_i)
        (:class:`~comm_hooks.TopK` and :class:`~comm_hooks.memory.ErrorFeedback`);
     3. V = the exchange's mean of T_i takes the place of the oldest row of the window;
@@ -47,8 +47,8 @@ class MicroAdam(ExchangingOptimizer):
     Args:
         params, lr, betas, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
-        exchange: an exchange with TopK, error feedback (``bits=4`` unless memory does not matter),
-            and ``collective="all_gather"`` or ``"sharded"``.
+        exchange: an exchange with TopK, error feedback (``bits=4`` to save memory), and
+            ``collective="all_gather"`` or ``"sharded"``.
         window: the number of rows of the window, at least 1.
         bias_correction: ``"window"`` or ``"published"``, see step 4.
 
@@ -157,7 +157,7 @@ class MicroAdam(ExchangingOptimizer):
                     self._update_compressed(members[first : first + count], numel, group)
 
     def _update_compressed(self, members: list[Pair], numel: int, group: Group) -> None:
-        """Update parameters of ``numel`` elements each: store aggregates, rebuild m and v, step."""
+        """Update parameters of ``numel`` elements each: store means, rebuild m and v, and step."""
         parameters = [parameter for parameter, _ in members]
         code = self._code(numel)
         states = [self.state[p] for p in parameters]

@@ -1,4 +1,4 @@
-"""The arithmetic of the 1-bit family: exact gradients, then momenta over a frozen variance."""
+"""The arithmetic of 1-bit Adam and LAMB: exact gradients, then momenta over a frozen variance."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class FreezingOptimizer(ExchangingOptimizer):
         total_steps: the number of steps of the run, if known.
 
     Raises:
-        ValueError: for a ``freeze_step`` beyond ``total_steps``.
+        ValueError: unless 1 <= ``freeze_step`` < ``total_steps``.
     """
 
     _grows = False
@@ -69,7 +69,7 @@ def denominators(v: Tensors, group: Group) -> Tensors:
 
 
 def directions(m: Tensors, v: Tensors, divisors: Tensors) -> Tensors:
-    """Return m / divisors, and 0 where v is 0: signs have no zero, so m need not be."""
+    """Return m / divisors, and 0 where v is 0: there, m may differ from 0, as signs have no 0."""
     result = torch._foreach_sign(v)
     torch._foreach_mul_(result, m)
     torch._foreach_div_(result, divisors)
@@ -77,5 +77,5 @@ def directions(m: Tensors, v: Tensors, divisors: Tensors) -> Tensors:
 
 
 def step_(parameters: Tensors, m: Tensors, v: Tensors, group: Group) -> None:
-    """Set theta to (1 - lr weight_decay) theta - lr m / (sqrt(v) + eps); no step where v is 0."""
+    """Decay the parameters, and subtract lr m / (sqrt(v) + eps), except where v is 0."""
     descend_(parameters, directions(m, v, denominators(v, group)), group)

@@ -221,7 +221,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _scales(states: States) -> torch.Tensor:
-    """Return s of the class docstring for each of the n layers, (n,)."""
+    """Return the mean rms of the n layers' momenta divided by each layer's rms, (n,)."""
     m = values(states, "exp_avg")
     sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
@@ -229,7 +229,7 @@ def _scales(states: States) -> torch.Tensor:
 
 
 def _freeze(states: States, scales: torch.Tensor) -> None:
-    """Add the entries that compressed steps need to the states: s, r = 1 and f = v."""
+    """Add ``scaling_coeff``, ``last_factor`` = 1 and a copy of ``exp_avg_sq`` to the states."""
     _keep(states, "scaling_coeff", scales)
     _keep(states, "last_factor", torch.ones_like(scales))
     for state in states:

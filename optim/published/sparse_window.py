@@ -18,7 +18,7 @@ from comm_hooks.wire.values import ValueCode
 
 @dataclass(frozen=True)
 class SparseWindow:
-    """A code for means of :class:`~comm_hooks.TopK` messages, and moments of coded vectors.
+    """An encoding of means of :class:`~comm_hooks.TopK` messages, and moments of encoded vectors.
 
     Such a mean is sparse: each block of each shard holds a bounded number of elements that are not
     zero.  It is stored as ``nbytes`` bytes: places in Elias-Fano codes, 2 + log2(1/density) bits
@@ -54,7 +54,7 @@ class SparseWindow:
 
     @classmethod
     def of(cls, top_k: TopK, numel: int, ranks: int, *, sharded: bool = False) -> "SparseWindow":
-        """Return the code for means over ``ranks`` ranks, all-gathered or else ``sharded``."""
+        """Return the encoding for means over ``ranks`` ranks, all-gathered or ``sharded``."""
         shards = ranks if sharded else 1
         size = Blocks(-(-numel // shards), top_k.block_size).size
         # Sharded, the mean was compressed again; all-gathered, every rank may have sent others.
@@ -73,7 +73,7 @@ class SparseWindow:
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return the bytes (n, nbytes), uint8, of vectors (n, numel), float32.
 
-        Of a block with more nonzero elements than ``capacity`` the smallest are lost.
+        If a block has more nonzero elements than ``capacity``, the smallest are lost.
         """
         padding = self.shards * self._blocks.numel - self.numel
         shards = torch.nn.functional.pad(vectors, (0, padding)).view(-1, self._blocks.numel)
@@ -88,7 +88,7 @@ class SparseWindow:
     def decode(self, octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places, int64, and the values, float32, of bytes (n, nbytes): (n, k) each.
 
-        If a place is listed several times, all but one of its values are zero.
+        k is ``capacity`` times the number of blocks.  Of equal places, all but one have value zero.
         """
         split = self._values_nbytes
         values = self._values.decode(octets[:, :split], self._sets, self.capacity)
@@ -151,7 +151,7 @@ class SparseWindow:
         eps: float,
         bias_correction: str,
     ) -> torch.Tensor:
-        """Return m / (sqrt(v) + eps), (n, numel), from the windows of n parameters at ``steps``."""
+        """Return m / (sqrt(v) + eps), (n, numel), from n parameters' windows after ``steps``."""
         history = torch.stack([window[:steps] for window in windows])
         rows = len(windows[0])
         weights = [self.weights(beta, steps, rows, bias_correction) for beta in betas]

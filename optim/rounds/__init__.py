@@ -1,4 +1,4 @@
-"""Rounds of local steps, and the algorithms that consist of them."""
+"""Optimizers that take several local steps between two exchanges."""
 
 from comm_hooks.optim.rounds.algorithms import (
     SAFL,

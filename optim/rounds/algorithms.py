@@ -1,9 +1,9 @@
-"""Presets of rounds of local steps: an inner optimizer, a server optimizer and an exchange.
+"""Optimizers of local steps, such as FedAvg and DiLoCo, as presets of :class:`LocalRounds`.
 
 Arguments and limits without a description are those of
 :class:`~comm_hooks.optim.LocalRounds`: ``params`` are the model's parameters, better named,
-``local_steps`` the steps of a round (K or H), ``participation`` the clients if there are more than
-ranks.
+``local_steps`` the steps of a round (K or H), ``participation`` the draw of clients, if there are
+more clients than ranks.
 """
 
 import functools
@@ -32,14 +32,15 @@ class FedAvg(LocalRounds):
     """Local SGD on every client, averaged every K steps: FedAvg, which FED-LAMB calls Fed-SGD.
 
     McMahan, Moore, Ramage, Hampson & Aguera y Arcas, AISTATS 2017, Algorithm 1, with equal weights:
-    :class:`LocalRounds` with SGD inside and SGD of ``server_lr`` (1: the average) as the server.
+    :class:`LocalRounds` with SGD as the inner and SGD of ``server_lr`` (1: the average) as the
+    server optimizer.
 
     Args:
         exchange: any exchange; with ``Identity()`` this is FedAvg as published.
         lr: the clients' learning rate.
         momentum: the clients' momentum.
         weight_decay: the clients' weight decay, coupled (as in ``torch.optim.SGD``).
-        server_lr, server_momentum: the settings of the server's SGD; with momentum, FedAvgM.
+        server_lr, server_momentum: settings of the server optimizer; with momentum, FedAvgM.
 
     Example::
 
@@ -87,12 +88,12 @@ class DiLoCo(LocalRounds):
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
     Algorithm 1; with ``fragments`` > 1 Streaming DiLoCo (2025), without its overlap.
-    :class:`LocalRounds` with AdamW inside and SGD with Nesterov momentum as the server.
+    :class:`LocalRounds` with AdamW as the inner and Nesterov's SGD as the server optimizer.
 
     Args:
         exchange: any exchange; with ``Identity()`` this is DiLoCo as published.
         lr, betas, eps, weight_decay: the settings of the inner AdamW.
-        outer_lr, outer_momentum: the settings of the server's SGD; 1 and 0 take the plain average.
+        outer_lr, outer_momentum: settings of the server optimizer; 1 and 0: the plain average.
 
     Example::
 
@@ -131,15 +132,15 @@ class DiLoCo(LocalRounds):
 
 
 class LocalAdamW(LocalRounds):
-    """Local steps of AdamW, and the average of sparse, one-bit deltas, with optional momentum.
+    """Local steps of AdamW, and the average of their displacements, with optional momentum.
 
-    :class:`LocalRounds` with AdamW inside and SGD as the server.
+    :class:`LocalRounds` with AdamW as the inner and SGD as the server optimizer.
 
     Args:
         exchange: any exchange.
         lr, betas, weight_decay: the settings of the inner AdamW.
         fragments: see :class:`LocalRounds`.
-        outer_lr, outer_momentum: the settings of the server's SGD.
+        outer_lr, outer_momentum: the settings of the server optimizer.
 
     Example::
 
@@ -191,9 +192,10 @@ def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
 
 
 class MuLoCo(LocalRounds):
-    """Local steps of Muon, outer Nesterov momentum, two-bit deltas, and a residual that decays.
+    """Local steps of Muon, displacements in two bits, decaying residuals, and outer momentum.
 
-    MuLoCo (Therien et al., arXiv 2505.23725, 2025).  Every H = 30 steps, per rank:
+    MuLoCo (Therien et al., arXiv 2505.23725, 2025).  Every H = 30 steps, per rank, with the shared
+    model x, delta = x - this rank's parameters, residual e, momentum u and mu = outer_momentum:
 
     1. e = decay e + delta;
     2. send Q(e), in two bits;
@@ -210,10 +212,11 @@ class MuLoCo(LocalRounds):
     Args:
         exchange: any exchange.
         lr, betas, eps, momentum, weight_decay: settings of :class:`~comm_hooks.optim.MuonAdamW`.
-        outer_lr, outer_momentum: the settings of the server's SGD.
+        outer_lr, outer_momentum: the settings of the server optimizer.
 
     Raises:
-        ValueError: also if there are no hidden matrices, or no other parameters.
+        ValueError: for hyperparameters out of range; if all parameters, or none, are hidden
+            matrices.
 
     Example::
 
@@ -257,28 +260,29 @@ class MuLoCo(LocalRounds):
 
 
 class SparseLoCo(LocalRounds):
-    """Local steps of AdamW, and sparse, quantized deltas with a residual that decays.
+    """Local steps of AdamW, and sparse, quantized displacements with decaying residuals.
 
-    SparseLoCo (Sarfi et al., 2025).  Every H steps, per rank:
+    SparseLoCo (Sarfi et al., 2025).  Every H steps, per rank, with x the shared model, delta = x -
+    this rank's parameters, and the residual e:
 
     1. e = decay e + delta;
     2. send the top-k of every chunk of e, quantized;
     3. e = e - the message;
     4. x = x - outer_lr mean of the messages.
 
-    That is :class:`LocalRounds` with AdamW inside and the exchange
+    That is :class:`LocalRounds` with AdamW as the inner optimizer and the exchange
     ``Exchange(TopK(density=1 / 32, value_bits=2), memory=ErrorFeedback(decay=0.95))``.
 
     Differences to the published code: the mean is over all ranks, not over those that sent a
-    coordinate; the learning rate is applied once; two bits are two bits on the wire.
+    coordinate; the learning rate is applied once; payloads have two bits per value.
 
     Args:
         exchange: an exchange with an ErrorFeedback that decays.
         lr, betas, eps, weight_decay: the settings of the inner AdamW.
-        outer_lr: the server's learning rate.
+        outer_lr: the server optimizer's learning rate.
 
     Raises:
-        ValueError: if the exchange's memory is not an ErrorFeedback with ``decay`` below 1.
+        ValueError: if ``exchange.memory`` is not an ErrorFeedback with ``decay`` below 1.
 
     Example::
 
@@ -328,16 +332,16 @@ class FedAMS(LocalRounds):
     local SGD with AMSGrad on the server: ``LocalRounds(SGD(...), exchange, AMSGrad(...))``.)
     Round r over the clients that take part:
 
-    1. each starts at the server's theta and v_hat and takes K steps of
-       :class:`~comm_hooks.optim.rounds.shared_moments.LocalAMSGrad`;
+    1. client i starts at the shared model theta and v_hat and takes K steps of
+       :class:`~comm_hooks.optim.rounds.shared_moments.LocalAMSGrad` to theta_i and v'_i;
     2. theta = mean theta_i, through the exchange; v_hat = max(v_hat, mean v'_i), exactly.
 
-    As published, clients divide by the server's v_hat alone and correct no bias, so that the first
-    round has nothing but eps to divide by: tune lr for it, or choose a larger eps.  With
+    As published, clients divide by the shared v_hat alone and correct no bias, so that v_hat is
+    eps in the first round: tune lr for it, or choose a larger eps.  With
     ``bias_correction=True, bound="client"`` steps have the length of Adam's from the first on.
 
     Args:
-        exchange: the exchange of deltas; v is always sent as float32.
+        exchange: the exchange of displacements; v'_i is always sent as float32.
         lr, betas, eps, weight_decay, bias_correction, bound: the settings of the clients' AMSGrad.
 
     Example::
@@ -371,7 +375,7 @@ class FedAMS(LocalRounds):
 
 
 class FedLAMB(LocalRounds):
-    """Layerwise and dimensionwise local adaptive steps: FED-LAMB.
+    """Local steps of LAMB with a shared v_hat, averaged every K steps: FED-LAMB.
 
     Karimi, Li & Li, UAI 2023, Algorithm 2.  As :class:`FedAMS`, with lengths of local steps that
     are set layer by layer:
@@ -381,14 +385,14 @@ class FedLAMB(LocalRounds):
     Differences to the paper's listing: the corrections of lines 9 and 11 do not overwrite m and
     v, which would grow without bound; the gradient of line 6 is taken anew in every local step; t
     counts the steps that a client has taken in all, since its moments last as long; a layer of norm
-    zero moves.  As there, clients divide by the server's v_hat alone (line 12) and send v
+    zero moves.  As there, clients divide by the shared v_hat alone (line 12) and send v
     corrected; ``bound="client"`` lets a client's own v bound its steps too.  In the first round,
     where v_hat is still eps, the layers' lengths are set by phi all the same, but directions are
     those of SGD with momentum, and the weight decay is negligible.
 
     Args:
         params: the model's parameters, better named; each tensor is a layer.
-        exchange: the exchange of deltas; v is always sent as float32.
+        exchange: the exchange of displacements; v' is always sent as float32.
         lr, betas, eps, bound: the settings of the clients' optimizer.
         weight_decay: lambda; the paper tries 0, 0.01, 0.1.
         phi: a function from the norms of the layers to the lengths of their steps, both (layers,)
@@ -430,11 +434,12 @@ class FedLAMB(LocalRounds):
 
 
 class SAFL(LocalRounds):
-    """Sketched adaptive federated learning.
+    """Local SGD steps, sketches of their displacements, and an adaptive server optimizer: SAFL.
 
     SAFL (Algorithm 1).  Round t, with the same sketch R for all clients, fresh every round:
 
-    1. each client takes K local SGD steps from x_t: x_{t,k} = x_{t,k-1} - local_lr g_{t,k-1};
+    1. each client takes K local SGD steps along gradients g from the shared model x_t:
+       x_{t,k} = x_{t,k-1} - local_lr g_{t,k-1};
     2. it sends sk(x_{t,0} - x_{t,K}) = R (x_{t,0} - x_{t,K});
     3. the sketches are averaged, on the wire;
     4. every rank applies u = desk(mean) = R^T mean to the same AMSGrad (or Adam) step with
@@ -447,15 +452,15 @@ class SAFL(LocalRounds):
         exchange: an exchange with :class:`~comm_hooks.CountSketch`, :class:`~comm_hooks.SRHT` or
             :class:`~comm_hooks.GaussianSketch`, which sketches the whole model at once, as in the
             paper (``granularity="parameter"``: each parameter by itself).
-        lr: the server's learning rate (kappa).
-        local_lr: the clients' learning rate (eta).  The adaptive server is blind to its scale: it
+        lr: the server optimizer's learning rate (kappa).
+        local_lr: the clients' learning rate (eta).  The server optimizer divides its scale out: it
             matters for K > 1 only.
         betas, eps, weight_decay: the settings of the server's optimizer.
         amsgrad: False for Adam on the server.
 
     Raises:
         ValueError: if the exchange's compressor is not linear and unbiased: other compressors need
-            error feedback, for which there are :class:`LocalRounds` and its other kinds.
+            error feedback, as in :class:`LocalRounds`.
 
     Example::
 
@@ -492,6 +497,6 @@ class SAFL(LocalRounds):
         )
         if not (exchange.compressor.linear and exchange.compressor.unbiased):
             raise ValueError(
-                f"SAFL: {exchange.compressor} is no sketch: use CountSketch, SRHT or "
+                f"SAFL: compressor {exchange.compressor} is no sketch: use CountSketch, SRHT or "
                 "GaussianSketch (or LocalRounds, which takes any compressor)"
             )

@@ -1,4 +1,4 @@
-"""Checks of the settings of rounds of local steps, before anything is sent."""
+"""Checks of the settings of optimizers of local steps, before anything is sent."""
 
 from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
@@ -34,7 +34,7 @@ def check_rounds(
     look_ahead: float,
     shared_decay: bool,
 ) -> None:
-    """Raise ``ValueError`` if ``LocalRounds`` cannot work with these arguments."""
+    """Raise ``ValueError`` for arguments of LocalRounds that are invalid or exclude each other."""
     require_kind(owner, "inner", inner, Optimizer)
     members = parameters_of(inner.param_groups)
     parameters = [p for p in members if trains(p)]
@@ -43,7 +43,7 @@ def check_rounds(
     require_part_for_all(owner, members)
     name = type(owner).__name__
     if not parameters:
-        raise ValueError(f"{name}: the parameters are frozen (requires_grad=False)")
+        raise ValueError(f"{name}: all the parameters are frozen (requires_grad=False)")
     require_kind(owner, "exchange", exchange, Exchange)
     if participation is not None:
         require_kind(owner, "participation", participation, ClientSampling)
@@ -62,14 +62,14 @@ def check_rounds(
     # The same on all ranks, though some may hold nothing of a small parameter.
     count = sum(map(is_held_by_all, map(whole, parameters)))
     refused = {
-        f"{memory} sends changes of a vector, but every round's delta is a new one: use "
+        f"memory={memory} sends changes of a vector, but every round has a new displacement: use "
         "ErrorFeedback() or no memory": memory is not None and memory.sends_changes,
         f"{compressor} divides by the number of ranks that sent an element, which depends on the "
-        "ranks that play the clients: use overlap=0": has_clients and not compressor.adds_up,
+        "clients of each rank: use overlap=0": has_clients and not compressor.adds_up,
         "server and inner must hold the same parameters: make both from one list, such as "
         "list(model.named_parameters())": server is not None
         and set(parameters) != set(filter(trains, in_server)),
-        f"{type(participation).__name__} averages deltas only, not the statistics of "
+        f"{type(participation).__name__} averages displacements, not the second moments of "
         f"{type(inner).__name__}: use SAFL, FedAvg, or LocalRounds with an inner optimizer with "
         "moments that stay with each client, such as AdamW": participation is not None
         and not participation.averages_statistics
@@ -77,18 +77,19 @@ def check_rounds(
         "local_steps is needed: the number of steps between two exchanges": local_steps is None
         and not has_clients,
         "fragments cannot be combined with participation": fragments > 1 and has_clients,
-        f"{fragments} fragments cannot each have a step of their own in {local_steps} local steps: "
-        f"at most fragments={local_steps}": local_steps is not None and fragments > local_steps,
-        f"{count} parameters cannot be dealt into {fragments} fragments": fragments > count,
-        "look_ahead cannot go with participation: clients have residuals of their own": look_ahead
+        f"fragments={fragments} exceeds local_steps={local_steps}, but each fragment is exchanged "
+        f"after another step: use at most fragments={local_steps}": local_steps is not None
+        and fragments > local_steps,
+        f"{count} parameters cannot be divided into {fragments} fragments": fragments > count,
+        "look_ahead cannot be combined with participation: a rank has several residuals": look_ahead
         and has_clients,
         "look_ahead is a share of the residual, and the exchange has none: give it "
         "ErrorFeedback()": look_ahead and memory is None,
-        "look_ahead cannot go with collective='hierarchical', where a rank has the residual of a "
-        "shard only: leave one of the two out": look_ahead
+        "look_ahead cannot be combined with collective='hierarchical', where a rank has the "
+        "residual of a shard only: leave one of the two out": look_ahead
         and exchange.settings.collective == "hierarchical",
-        "shared_decay cannot go with participation: clients may take different numbers of "
-        "steps": shared_decay and has_clients,
+        "shared_decay cannot be combined with participation: clients may take different numbers "
+        "of steps": shared_decay and has_clients,
         "shared_decay needs an inner optimizer with a decoupled weight_decay, such as AdamW, not "
         f"{type(inner).__name__}": shared_decay and not _is_decoupled(inner),
     }

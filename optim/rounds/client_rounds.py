@@ -1,4 +1,4 @@
-"""A round of federated learning, in which every rank plays several clients in turn."""
+"""A round of federated learning, in which every rank runs several clients in turn."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,14 +17,14 @@ def play_round(
     server: Optimizer,
     conclude: Callable[..., None],
 ) -> Iterator[int]:
-    """Yield the number of each client of this rank in one round; the caller takes its steps.
+    """Run one round: yield the number of each client of this rank, for the caller to train it.
 
     Args:
         round_exchange: the exchange of the round's progress.
         participation: the sampling that draws the clients.
         averaging: the check that DDP and FSDP have not averaged the gradients.
         server: the optimizer of the shared model.
-        conclude: a function of the indices of all parameters and the round's aggregate.
+        conclude: called at the end with the indices of all parameters and the clients' mean.
     """
     state, transport = round_exchange.state, round_exchange.exchange.transport
     places = range(len(state.parameters))
@@ -56,8 +56,8 @@ def play_round(
         state.clients.discard()
         if isinstance(error, GeneratorExit):
             warn_program(
-                f"round {state.round_index} of clients was left before its end: the model and "
-                "the clients are as before this round. In zip(), pass clients() first",
+                f"clients(): round {state.round_index} of clients was left before its end: the "
+                "model and the clients are as before this round. In zip(), pass clients() first",
             )
         raise
     else:

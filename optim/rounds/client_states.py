@@ -1,4 +1,4 @@
-"""The states of the clients that a rank plays, between their turns."""
+"""The residuals and inner optimizer states of a rank's clients, kept between their turns."""
 
 import copy
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from comm_hooks.optim.base import parameters_of
 
 
 class ClientStates:
-    """The residual and the inner optimizer's state of every client that this rank plays.
+    """The residual and the inner optimizer's state of every client that this rank runs.
 
     A round works on copies, which replace the states at its end (:meth:`commit`), or are dropped
     (:meth:`discard`): so a saved or loaded state stays as it was.
 
     Args:
-        inner: the optimizer that all clients share; its state is swapped.
-        memory: the template of each client's memory; None for no memory.
-        keep_inner: whether a client's inner state lasts from one of its turns to the next.
+        inner: the optimizer of all clients; its state is replaced at every turn.
+        memory: the template of each client's error-feedback memory; None without error feedback.
+        keep_inner: whether a client's inner optimizer state is kept until its next turn.
     """
 
     def __init__(self, inner: Optimizer, memory: Memory | None, *, keep_inner: bool) -> None:
@@ -39,13 +39,13 @@ class ClientStates:
         self._inner.state.update({p: _copied(state, p.device) for p, state in kept.items()})
 
     def leave(self, client: int, *, keep: bool) -> None:
-        """Move the inner optimizer's state to this client's; drop it unless ``keep``."""
+        """Store the inner optimizer's state as this client's if ``keep``; clear it in any case."""
         self._new_states[client] = dict(self._inner.state) if self._keep_inner and keep else {}
         # Between turns the optimizer must not show the last client's.
         self._inner.state.clear()
 
     def memory(self, client: int) -> Memory | None:
-        """Return this client's memory, which holds its residual, for the current round, or None."""
+        """Return this client's error-feedback memory for this round; None without any."""
         if self._template is None:
             return None
         if client not in self._new_memories:
@@ -69,7 +69,7 @@ class ClientStates:
         self._new_states, self._new_memories = {}, {}
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return a dict from client to its inner state, by parameter index, and memory's state."""
+        """Return each client's inner optimizer state, by parameter index, and its residuals."""
         places = {p: place for place, p in enumerate(parameters_of(self._inner.param_groups))}
         return {
             client: {
@@ -86,7 +86,7 @@ class ClientStates:
         """Replace all states by the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: if a memory's state is of another kind; nothing is changed.
+            ValueError: if residuals were saved by another class of memory; nothing is changed.
         """
         parameters = parameters_of(self._inner.param_groups)
         memories: dict[int, Memory] = {}

@@ -5,15 +5,15 @@ from collections.abc import Iterable, Sequence
 
 
 class FragmentClock:
-    """A counter of local steps that tells the fragment of a model to exchange after each of them.
+    """A counter of local steps that selects the fragment of a model to exchange after each step.
 
-    The parameters are dealt into F fragments of nearly equal size.  Fragment f is exchanged after
+    The parameters are divided into F fragments of nearly equal size.  Fragment f is exchanged after
     the steps t with t mod K = floor(f K / F), so every K steps.
 
     Args:
         sizes: the number of elements of each parameter.
         fragments: F, the number of fragments.
-        local_steps: K, at least F; None if clients end their rounds themselves.
+        local_steps: K, at least F; None with clients: then :meth:`tick` returns no fragment.
 
     Attributes:
         steps: the number of local steps so far.
@@ -59,7 +59,7 @@ class FragmentClock:
     def load(self, steps: int, exchanged_at: Sequence[int]) -> bool:
         """Continue from a saved clock; return whether it had as many fragments as this one.
 
-        With another number of fragments nothing is outstanding.
+        With another number of fragments, all of them count as exchanged after the last step.
         """
         self.steps = steps
         is_same = len(exchanged_at) == len(self._fragments)
@@ -68,9 +68,9 @@ class FragmentClock:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Deal items into ``count`` non-empty parts of nearly equal total size.
+    """Divide items into ``count`` non-empty parts of nearly equal total size.
 
-    The largest first, each to the smallest part: the parts differ by one item's size at most.
+    The largest items first, each into the smallest part: parts differ by at most one item's size.
 
     Args:
         sizes: the sizes of the items; at least ``count`` items.

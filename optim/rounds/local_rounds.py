@@ -1,4 +1,4 @@
-"""Rounds of local steps: several steps on each rank, then one exchange of their displacement."""
+"""Optimizers of local steps: several steps per rank, then one exchange of the displacement."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,28 +25,27 @@ from comm_hooks.shards import local_gradients, shard_groups
 
 
 class LocalRounds(WrappingOptimizer):
-    """Several local steps on every rank, then an exchange of the deltas and a server step.
+    """Several local steps on every rank, then an exchange of displacements and a server step.
 
     Local SGD (Stich, ICLR 2019), FedAvg (McMahan et al., AISTATS 2017) and, with an adaptive
-    server, FedOPT (Reddi et al., ICLR 2021) and SAFL.  x is the shared model, the same on all
-    ranks. A round:
+    server optimizer, FedOPT (Reddi et al., ICLR 2021) and SAFL.  x is the shared model, the same
+    on all ranks, and C the compressor.  A round:
 
     1. every rank (client) i starts at x_i = x and takes K = ``local_steps`` steps with ``inner``;
-    2. delta_i = x - x_i goes through ``exchange``, error feedback included: D = mean_i C(delta_i);
+    2. the displacement delta_i = x - x_i goes through ``exchange``, error feedback included:
+       D = mean_i C(delta_i);
     3. ``server`` takes a step at x with D for a gradient, identically on every rank.
 
-    This is also the remedy for compressors that send few coordinates under adaptive methods.  An
-    adaptive server that sees a coordinate once in 64 steps mistakes the pulse for noise; a frozen
-    second moment gets stale.  Here each client's second moment sees every one of its own
-    dense gradients and stays alive, and a message is a displacement in units of the learning
-    rate, which the server only has to add.
+    This also suits compressors that send few coordinates.  Adam on averaged gradients that gets a
+    coordinate once in 64 steps mistakes it for noise; a frozen second moment becomes outdated.
+    Here the second moment of each client is updated by all of its dense gradients, and a message
+    is a displacement in units of the learning rate, which the server optimizer only adds.
 
     **Fragments** (Streaming DiLoCo, Douillard et al., 2025).  With ``fragments=F`` the parameters
-    are dealt into F parts; part f is exchanged at the steps t with t mod K = floor(f K / F), every
-    K steps still.  The link is used evenly, with F = K at every step, and progress elsewhere
-    goes on while one part is averaged.
+    are divided into F fragments; fragment f is exchanged at the steps t with t mod K =
+    floor(f K / F), so still every K steps.  The link is used evenly, with F = K at every step.
 
-    **Many clients.**  With ``participation`` each rank plays several clients in turn::
+    **Many clients.**  With ``participation`` each rank runs several clients in turn::
 
         for _ in range(number_of_rounds):
             for client in rounds.clients():
@@ -56,40 +55,40 @@ class LocalRounds(WrappingOptimizer):
                     rounds.step()
                     rounds.zero_grad()
 
-    Every client has a residual of its own, kept while it is absent, and with
-    ``client_state="keep"`` its own inner state.  Without a memory and with a linear compressor a
-    rank adds its clients' deltas up before it compresses; otherwise every client's payload crosses.
+    Every client has a residual, kept until it is drawn again, and with ``client_state="keep"`` its
+    own inner optimizer state.  Without error feedback and with a linear compressor, a rank adds up
+    the displacements of its clients before it compresses; otherwise it sends one payload each.
 
-    A client with a delta (or shared second moment) that is not finite, or of a norm above 2^50, is
-    left out of the round: the mean is over the other clients, all ranks warn and
-    name it, its residual stays and its inner state is forgotten.
+    A client with a displacement (or shared second moment) that is not finite, or of a norm above
+    2^50, is left out of the round: the mean is over the other clients, all ranks warn and
+    name it, its residual is kept and its inner optimizer state is cleared.
 
     Args:
         inner: the optimizer of the local steps.
-        exchange: the exchange that averages deltas over ranks.
-        server: an optimizer over the same parameters that sees D as their gradient; by default
+        exchange: the exchange that averages displacements over ranks.
+        server: the server optimizer, over the same parameters, with D as their gradient; by default
             x = x - D, plain averaging.
         local_steps: K, the steps between exchanges; with ``participation`` the loop above decides.
         fragments: F, the number of fragments, at most K.
         participation: the draw of the clients, if there are more clients than ranks.
-        client_state: with ``participation``: ``"keep"`` each client's inner state until it is drawn
-            again, or ``"reset"`` it at the start of every turn.
-        look_ahead: the share of its residual that a rank subtracts from the shared model at the
-            start: x_i = x - look_ahead e_i. A residual waits for many rounds, and gradients at x
-            do not include it: they ask for the same again, and too much arrives. With a server
-            that multiplies D by eta, look_ahead = eta / N takes each rank to the shared model of
-            the time when this rank's residual has arrived. (Step-Ahead Error Feedback, Xu, Huo and
-            Huang, AAAI 2021, subtracts all of it.)
-        shared_decay: leave the weight decay of the local steps out of delta_i, and take it at x:
+        client_state: with ``participation``: ``"keep"`` each client's inner optimizer state until
+            it is drawn again, or ``"reset"`` it at the start of every turn.
+        look_ahead: the share of its residual e_i that a rank subtracts from the shared model at the
+            start: x_i = x - look_ahead e_i.  Parts of a residual wait for many rounds.  Gradients
+            at x do not account for them and repeat them, so that the sum is too large.  With a
+            server optimizer that multiplies D by eta, and N ranks, look_ahead = eta / N starts each
+            rank where x will be once its residual has arrived.  (Step-Ahead Error Feedback, Xu, Huo
+            and Huang, AAAI 2021, subtracts all of it.)
+        shared_decay: leave the weight decay of the local steps out of delta_i, and apply it to x:
             before an exchange x shrinks by the product of 1 - lr weight_decay over the steps since
-            the last one, the same on all ranks, and delta_i is the distance from there.  As a part
-            of delta_i, small and in all elements, a sparse compressor sends it late or, where
-            residuals fade, not at all.  For decoupled decay, as in AdamW.  All ranks take it for
-            every step: also where a rank has no gradient, and where a GradScaler leaves one out.
+            the last exchange, the same on all ranks, and delta_i is measured from there.  In
+            delta_i, where it is small and in all elements, a sparse compressor sends it late or, if
+            residuals decay, not at all.  For decoupled decay, as in AdamW.  All ranks apply it in
+            every step, even without a gradient or if a GradScaler skips the step.
 
     State: one copy of the parameters (x) in addition to the states of inner and server, with
-    ``look_ahead`` two; with ``participation`` a residual, and unless reset an inner state, for
-    every client played here.
+    ``look_ahead`` two; with ``participation`` a residual, and with ``"keep"`` an inner optimizer
+    state, for every client of this rank.
     Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
     ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
     be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` reveal
@@ -101,14 +100,14 @@ class LocalRounds(WrappingOptimizer):
     :meth:`server_parameters`, and end with :meth:`synchronize`.
 
     Raises:
-        ValueError: for settings that cannot work; nothing has been sent.
+        ValueError: for settings that are out of range or exclude each other; nothing has been sent.
 
-    Parameters of the inner optimizer that are frozen (``requires_grad=False``) when the rounds are
-    made are left out; a step raises an error if they train later on.
+    Parameters of the inner optimizer that are frozen (``requires_grad=False``) at construction are
+    left out; a step raises an error if they require a gradient later.
 
     Not supported: weights for clients of different size; ``fragments`` with ``participation``;
-    buffers (batch norm statistics stay each rank's own); parameters added later; copies; for
-    clients, another number of ranks when resuming.
+    buffers (batch norm statistics stay each rank's own); parameters added later; copies; loading
+    the states of clients on another number of ranks.
 
     Example::
 
@@ -202,12 +201,12 @@ class LocalRounds(WrappingOptimizer):
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """The exchanged parameters: those that trained when the rounds were made."""
+        """The exchanged parameters: those that were trainable at construction."""
         return self.round_state.parameters
 
     @property
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups over which the model itself is sharded: they never exchange."""
+        """The process groups over which the model is sharded: nothing is averaged inside them."""
         return shard_groups(self.parameters)
 
     @property
@@ -281,7 +280,7 @@ class LocalRounds(WrappingOptimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange all outstanding progress, so that replicas agree; all ranks must call it."""
+        """Exchange outstanding displacements, so that replicas agree; all ranks must call it."""
         state = self.round_state
         outstanding = state.clock.outstanding
         with state.model.hidden():
@@ -294,7 +293,7 @@ class LocalRounds(WrappingOptimizer):
 
     @torch.no_grad()
     def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Continue from the live parameters, after all ranks have set them to equal values.
+        """Continue from the present parameters, after all ranks have set them to equal values.
 
         Any other write to parameters between steps counts as progress of this rank, and the
         exchange may send little of it.  The progress of this rank since the last exchange is
@@ -335,7 +334,7 @@ class LocalRounds(WrappingOptimizer):
         }
 
     def server_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the live parameters have the values of the shared model.
+        """Return a context in which the model's parameters have the values of the shared model.
 
         Local progress comes back afterwards.  Sends nothing; :meth:`step` raises within.  After
         ``register(model, rounds)``, ``model.eval()`` does it by itself.
@@ -344,10 +343,10 @@ class LocalRounds(WrappingOptimizer):
         return self.round_state.model.shown()
 
     def clients(self) -> Iterator[int]:
-        """Play one round: yield the number of each client of this rank; the loop takes its steps.
+        """Run one round: yield the number of each client of this rank, for the loop to train it.
 
-        The model is the shared one at the start of each turn.  When the loop is over, the round's
-        deltas have been exchanged and the server has taken its step.  All ranks must run the loop
+        The model is the shared one at the start of each turn.  When the loop is over, the clients'
+        displacements are exchanged and the server has taken its step.  All ranks must run the loop
         to its end; should all leave it early, which warns, or fail in it, the model and the states
         of the clients are as before the round.
 
@@ -369,7 +368,7 @@ class LocalRounds(WrappingOptimizer):
         )
 
     def _conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
-        """Let the server step along the mean of a round of clients; subclasses may refuse it."""
+        """Take the server step along the clients' mean displacement; subclasses may refuse it."""
         self._round.conclude(places, aggregate)
 
     def release_state_dict(self) -> dict[str, Any]:
@@ -385,15 +384,15 @@ class LocalRounds(WrappingOptimizer):
         """Restore the states of *all* ranks that :meth:`state_dict` returned, in rank order.
 
         On the same number of ranks in the same nodes, each rank loads its own state.  Otherwise all
-        begin at the saved shared model, with the local moments of one of the saved ranks, and on
-        another number of ranks the server keeps the hyperparameters that it was made with here.
+        begin at the saved shared model, with the inner optimizer state of one saved rank, and on
+        another number of ranks the server optimizer keeps its present hyperparameters.
         The local progress of the saved ranks is added to their residuals, where these are in
         float32; else each rank begins with its mean.  So the mean over ranks of progress plus
         residuals stays the same.
 
         Raises:
-            ValueError: if states are missing, out of order or of different steps; where ranks
-                played clients, unless each goes on with its own.
+            ValueError: if states are missing, out of order or of different steps; if they include
+                states of clients, on another number of ranks or other nodes.
         """
         check_complete(states)
         if self.exchange.continues(states):
@@ -410,7 +409,7 @@ class LocalRounds(WrappingOptimizer):
     def _require_own_model(self, call: str) -> None:
         if self.round_state.model.is_shown:
             raise ValueError(
-                f"{type(self).__name__}: {call} while the shared model is shown: the gradients are "
-                "not those of this rank's model. Leave server_parameters(), or call model.train(), "
+                f"{type(self).__name__}: {call} while the shared model is shown: gradients must be "
+                "those of this rank's model. Leave server_parameters(), or call model.train(), "
                 "before the training step"
             )

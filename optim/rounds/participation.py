@@ -1,4 +1,4 @@
-"""The clients of a round: their random draw, the ranks that play them, and their mean delta."""
+"""The clients of a round: their random draw, their ranks, and their mean displacement."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]
 Turn = Sequence[int | None]
-"""The numbers of the clients that the ranks play at one time; None for a rank without one."""
+"""For each rank, the number of the client that it runs at one time; None for no client."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Contribution:
 
     Attributes:
         client: the client's number.
-        delta: start minus end of its local steps, one tensor per parameter; may be overwritten.
-        statistics: other tensors to average, of its inner optimizer, by name.
+        delta: the client's displacement: parameters before minus after its local steps, one tensor
+            per parameter; may be overwritten.
+        statistics: tensors of its inner optimizer to average, such as second moments, by name.
     """
 
     client: int
@@ -41,12 +42,12 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The mean of a round, the same on all ranks.
+    """The mean over the clients of a round, the same on all ranks.
 
     Attributes:
-        delta: the mean delta, one tensor per parameter; None if there is no contribution.
+        delta: the mean displacement, one tensor per parameter; None without any contribution.
         statistics: the means of the contributions' statistics, by name.
-        missing: the drawn clients without a contribution.
+        missing: the drawn clients without a :class:`Contribution`.
         contributors: the number of contributions.
     """
 
@@ -58,11 +59,11 @@ class Aggregate:
 
 @dataclass(eq=False)
 class Collection(ABC):
-    """Averages the contributions of one round; all ranks call :meth:`add` equally often.
+    """Averages the results of a round's clients; all ranks call :meth:`add` equally often.
 
     Args:
-        exchange: the exchange that averages deltas over ranks.
-        total: zeros, by parameter name, to which deltas are added.
+        exchange: the exchange that averages displacements over ranks.
+        total: zeros, by parameter name, to which displacements are added.
         statistics: zeros, by name; the same names and shapes on all ranks.
     """
 
@@ -77,7 +78,7 @@ class Collection(ABC):
         Args:
             turn: one client per rank; None for a rank without one.
             contribution: the client's result; None without a client, or if it is not finite.
-            memory: the memory of this rank's client.
+            memory: the error-feedback memory of this rank's client; None without error feedback.
         """
 
     @abstractmethod
@@ -89,8 +90,8 @@ class Collection(ABC):
 class PlainCollection(Collection):
     """A collection that takes the plain mean over the clients with finite contributions.
 
-    Without a memory and with a linear compressor a rank adds its clients' deltas up before it
-    compresses; otherwise every client's payload is sent.
+    Without error feedback and with a linear compressor, a rank adds up its clients' displacements
+    before it compresses; otherwise every client's payload is sent.
     """
 
     _scheduled: list[int | None] = field(default_factory=list, init=False)
@@ -147,13 +148,13 @@ class PlainCollection(Collection):
 
 
 class ClientSampling(ABC):
-    """Draws the clients of each round and collects their contributions."""
+    """Draws the clients of each round and averages their displacements."""
 
     averages_statistics: ClassVar[bool] = True
-    """Whether a collection takes statistics (second moments) in addition to deltas."""
+    """Whether second moments of the inner optimizers are averaged, besides displacements."""
 
     def prepare(self, exchange: Exchange) -> None:  # noqa: B027
-        """Set up state that depends on the exchange of the rounds; called once, sends nothing."""
+        """Set up state that depends on the exchange; called once, before any round."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
@@ -166,23 +167,22 @@ class ClientSampling(ABC):
 
         Args:
             client: the client's number.
-            inner, server: the optimizers of the rounds.
+            inner, server: the inner optimizer and the server optimizer.
         """
         return own_gradients(
             inner,
             lambda: warn_program(
-                f"client {client} leaves gradients that no step has used, and they are dropped: "
-                "its turn ends in the middle of an accumulation. Let it take a step with its last "
-                "batch"
+                f"clients(): client {client} leaves gradients that no step has used, and they are "
+                "dropped: its turn ends within an accumulation. Call step() after its last batch"
             ),
         )
 
     def check_step(self, *, is_scaled: bool) -> None:  # noqa: B027
-        """Raise ``ValueError`` if a client may not take a step with scaled gradients."""
+        """Raise ``ValueError`` if a GradScaler has scaled gradients and this is not allowed."""
 
     @abstractmethod
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        """Return an empty collection for the round of the last :meth:`turns`."""
+        """Return a new :class:`Collection` for the round that :meth:`turns` drew last."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,14 @@ class Participation(ClientSampling):
     """Draws the clients of each round, the same on all ranks, without communication.
 
     Args:
-        clients: the number of clients; they are numbered from 0.  Client c is always played by rank
-            c mod N, so that its state never has to move.
+        clients: the number of clients; they are numbered from 0.  Of N ranks, rank c mod N always
+            runs client c, so that its state never has to move.
         fraction: the share of clients that take part in each round, in (0, 1]:
             ``ceil(fraction * clients)``, drawn without replacement.
         seed: the seed of the draws, equal on all ranks.
 
     Raises:
-        ValueError: if no client could be drawn.
+        ValueError: for values out of range, with which no client could be drawn.
 
     Example::
 
@@ -231,7 +231,7 @@ class Participation(ClientSampling):
 
 
 def deal(clients: Sequence[int], world_size: int) -> list[list[int | None]]:
-    """Return the turns, at least one, in which rank c mod N plays client c; None for no client."""
+    """Return the turns, at least one, in which rank c mod N runs client c; None for no client."""
     hands = [[c for c in clients if c % world_size == rank] for rank in range(world_size)]
     return [
         [hand[turn] if turn < len(hand) else None for hand in hands]

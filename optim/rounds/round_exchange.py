@@ -1,4 +1,4 @@
-"""Exchanges of local progress: of ranks after fixed local steps, and of clients."""
+"""Exchanges of displacements: those of ranks after K local steps, and those of clients."""
 
 from collections.abc import Sequence
 
@@ -24,13 +24,13 @@ _LARGEST = 2.0**50
 
 
 class RoundExchange:
-    """Collects the progress of ranks or clients and moves the shared model by its mean.
+    """Averages the displacements of ranks or clients, and moves the shared model by the mean.
 
     Args:
         inner, exchange, participation, look_ahead, shared_decay: see
             :class:`~comm_hooks.optim.LocalRounds`.
-        state: the state of the rounds.
-        frozen: the check that warns of parameters that are frozen later.
+        state: the state of the optimizer of local steps.
+        frozen: the check that warns of parameters that are frozen after construction.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class RoundExchange:
         self._shared_decay = shared_decay
 
     def contribution(self, client: int, places: Sequence[int]) -> Contribution | None:
-        """Return a client's progress since the last exchange, for the parameters at ``places``.
+        """Return a client's displacement of the parameters with indices ``places``.
 
-        None if it is not finite, or so large that a sum over clients would not be finite.
+        Return None if it is not finite, or so large that a sum over clients would not be finite.
         """
         delta, statistics = self.state.model.progress(places), self._statistics()
         if not is_finite([*delta, *statistics.values()]):
@@ -63,7 +63,7 @@ class RoundExchange:
         return Contribution(client, delta, statistics)
 
     def collection(self, places: Sequence[int]) -> Collection:
-        """Return an empty collection for one exchange of the parameters at ``places``."""
+        """Return a new :class:`Collection` for the parameters with indices ``places``."""
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
         statistics = {name: torch.zeros_like(t) for name, t in self._statistics().items()}
@@ -76,13 +76,13 @@ class RoundExchange:
         return self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
 
     def conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
-        """Warn of clients without a contribution, and let the server step along the mean delta."""
+        """Warn of clients without a finite result, and take the server step along the mean."""
         state = self.state
         if aggregate.missing:
             warn_program(
-                f"round {state.round_index}: left out, having returned values that are huge or not "
-                f"finite: client {', '.join(map(str, aggregate.missing))}; the mean is over the "
-                f"other {aggregate.contributors} of "
+                f"round {state.round_index} of local steps: left out, as values are above 2^50 "
+                f"or not finite: client {', '.join(map(str, aggregate.missing))}; the mean is over "
+                f"the other {aggregate.contributors} of "
                 f"{aggregate.contributors + len(aggregate.missing)}",
             )
         if aggregate.delta is None:
@@ -110,7 +110,7 @@ class RoundExchange:
             self.exchange_fragments(due)
 
     def exchange_fragments(self, fragments: Sequence[int]) -> None:
-        """Exchange this rank's progress on fragments, and move these parts of the shared model."""
+        """Average the displacements of these fragments, and update them in the shared model."""
         state, exchange = self.state, self.exchange
         places = state.clock.places(fragments)
         self._frozen.check_later(
@@ -149,7 +149,7 @@ class RoundExchange:
         )
 
     def _shrink(self, places: Sequence[int], factors: np.ndarray) -> None:
-        """Multiply the live parameters at these indices, except for frozen ones, by ``factors``."""
+        """Multiply the parameters with indices ``places``, except frozen ones, by ``factors``."""
         parameters = self.state.parameters
         places = [i for i in places if trains(parameters[i])]
         if places:
@@ -158,9 +158,9 @@ class RoundExchange:
 
 
 def is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors are finite, and so small that sums of thousands of them are.
+    """Return whether the norm of all tensors together is finite and at most 2^50.
 
-    Reads one number back from the device.
+    Sums over thousands of clients are then finite.  Reads one number back from the device.
     """
     norms = [norm.double() for norm in torch._foreach_norm(list(tensors))]
     return bool(torch.linalg.vector_norm(torch.stack(norms)) <= _LARGEST)

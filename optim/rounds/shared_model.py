@@ -1,4 +1,4 @@
-"""The model that all ranks share while each rank takes local steps on its live parameters."""
+"""The model that all ranks share while each rank takes local steps on its own parameters."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ Tensors = list[torch.Tensor]
 
 
 class SharedModel:
-    """A copy of the parameters at the last exchange, and the optimizer that moves it.
+    """The shared model: the parameters' values after the last exchange, and the server optimizer.
 
-    The optimizer is an ordinary one over the live parameters: for its step the shared values take
-    their place, with the round's mean delta for a gradient.  "Places" are indices in
-    ``parameters``.
+    The server optimizer is an ordinary one over the live parameters, those of this rank's model:
+    for its step they get the shared values, and the mean displacement as their gradient.
+    ``places`` are indices in ``parameters``.
 
     Args:
         parameters: the live parameters, on which this rank takes its local steps.
-        optimizer: the server's optimizer, over the same parameters.
+        optimizer: the server optimizer, over the same parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
@@ -35,13 +35,13 @@ class SharedModel:
 
     @property
     def values(self) -> Tensors:
-        """The shared values, moved to the devices of the live parameters, which frameworks move."""
+        """The shared model's values, on the devices of the parameters, which frameworks move."""
         self._values = self._moved(self._values)
         return self._values
 
     @property
     def starts(self) -> Tensors:
-        """The values at which local steps began: the shared ones, unless :meth:`look_ahead`."""
+        """The values at the start of the local steps: shared ones, except after look_ahead()."""
         if self._starts is None:
             return self.values
         self._starts = self._moved(self._starts)
@@ -49,7 +49,7 @@ class SharedModel:
 
     @property
     def own(self) -> Tensors:
-        """This rank's values: the live ones, unless the shared ones are shown."""
+        """This rank's values of the parameters, also while these have the shared values."""
         if self._hidden is None:
             return self._live(self._all)
         self._hidden = self._moved(self._hidden)
@@ -57,12 +57,12 @@ class SharedModel:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the live parameters temporarily have the shared values (:meth:`shown`)."""
+        """Whether the parameters temporarily have the shared model's values (:meth:`shown`)."""
         return self._hidden is not None
 
     @property
     def is_written_to(self) -> bool:
-        """Whether code outside of the rounds has changed the live parameters since :meth:`note`."""
+        """Whether code outside of this library has changed the parameters since :meth:`note`."""
         if self._noted == self._versions():
             return False
         # Values that stood there for a while, such as a moving average, may be gone again.
@@ -73,18 +73,18 @@ class SharedModel:
 
     @property
     def overwritten(self) -> list[int]:
-        """The places that outside code has written to while the shared values are shown."""
+        """Indices of parameters that other code changed while they had the shared values."""
         if self._hidden is None or not self.is_written_to:
             return []
         pairs = zip(self._parameters, self.values, strict=True)
         return [place for place, pair in enumerate(pairs) if not torch.equal(*pair)]
 
     def note(self) -> None:
-        """Record that all changes of the live parameters so far are the rounds' own."""
+        """Record the parameters' versions: :attr:`is_written_to` then sees later changes only."""
         self._noted = self._versions()
 
     def begin_at_live(self) -> None:
-        """Set the shared values to the live ones, before any local step."""
+        """Copy the parameters to the shared model, before any local step."""
         if self._hidden is None:
             torch._foreach_copy_(self.values, self.own)
 
@@ -92,11 +92,11 @@ class SharedModel:
     def load(
         self, values: Sequence[torch.Tensor], *, starts: Tensors | None, own: Sequence[torch.Tensor]
     ) -> None:
-        """Set the shared values, the values at which local steps began, and this rank's values.
+        """Restore the shared values, those at the start of the local steps, and this rank's own.
 
         Args:
-            values, own: the shared and this rank's values, one tensor per parameter.
-            starts: the values at the start, likewise; None if they are the shared values.
+            values, own: the shared values and this rank's own, one tensor per parameter.
+            starts: the values at the start of the local steps; None if they are the shared values.
         """
         with self.hidden():
             torch._foreach_copy_(self.values, list(values))
@@ -108,7 +108,7 @@ class SharedModel:
         self.note()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Set the shared values at these places to the live ones, and begin local steps there."""
+        """Copy parameters with indices ``places`` to the shared model; local steps start there."""
         shared, live = self.values, self._live(places)
         torch._foreach_copy_([shared[i] for i in places], live)
         if self._hidden is not None:
@@ -117,17 +117,17 @@ class SharedModel:
         self._begin_at_shared(places)
 
     def progress(self, places: Sequence[int]) -> Tensors:
-        """Return the local progress at these places: the start minus the live values."""
+        """Return start minus present values of the parameters with indices ``places``."""
         starts = self.starts
         return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
 
     def shrink(self, places: Sequence[int], factors: Sequence[float]) -> None:
-        """Multiply the shared values and the starts at these places by factors."""
+        """Multiply shared and start values of parameters with indices ``places`` by ``factors``."""
         for values in [self.values] if self._starts is None else [self.values, self.starts]:
             torch._foreach_mul_([values[i] for i in places], list(factors))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
-        """Set the live values at these places (by default all) to the shared ones."""
+        """Set the parameters with indices ``places`` (by default all) to the shared values."""
         shared = self.values
         places = self._all if places is None else places
         torch._foreach_copy_(self._live(places), [shared[i] for i in places])
@@ -136,13 +136,13 @@ class SharedModel:
     def look_ahead(
         self, places: Sequence[int], residuals: Sequence[torch.Tensor | None], share: float
     ) -> None:
-        """Begin local steps at these places at the shared values minus a share of the residuals.
+        """Start local steps from the shared values minus a share of this rank's residuals.
 
-        Costs a copy of all parameters from the first time on.
+        From the first call on, one more copy of all parameters is kept.
 
         Args:
             places: the indices of the parameters.
-            residuals: the residual of each of these parameters, (numel,); None if it has none.
+            residuals: the residual of each of these parameters, (numel,), or None.
             share: the share of the residuals to subtract.
         """
         if self._starts is None:
@@ -156,7 +156,7 @@ class SharedModel:
             torch._foreach_copy_(self._live([*found]), begun)
 
     def step(self, places: Sequence[int], mean: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer step at these places along ``mean``; shared and live values follow."""
+        """Update the shared model and the parameters by a server step with gradients ``mean``."""
         self.restore(places)
         members = parameters_of(self._optimizer.param_groups)
         with local_gradients(members):
@@ -174,7 +174,7 @@ class SharedModel:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Give the live parameters the shared values within the context."""
+        """Give the parameters the shared model's values within the context."""
         if self._hidden is not None:
             yield
             return
@@ -190,7 +190,7 @@ class SharedModel:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Give the live parameters this rank's values within the context, even in :meth:`shown`."""
+        """Give the parameters this rank's own values within the context, even in :meth:`shown`."""
         if self._hidden is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""The local optimizers of Fed-AMS and FED-LAMB: local moments, and a shared maximum of v."""
+"""The local optimizers of Fed-AMS and FED-LAMB: own moments, and a shared maximum of v."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from comm_hooks.requirements import require_choice
 
 
 def check_clients(owner: object, *, bound: str = "server", **hyperparameters: Any) -> None:
-    """Raise ``ValueError`` for invalid hyperparameters of clients that share their moments."""
+    """Raise ``ValueError`` for invalid hyperparameters of LocalAMSGrad or LocalLAMB."""
     check_hyperparameters(owner, **hyperparameters)
     if not hyperparameters["eps"] > 0:
         raise ValueError(f"{type(owner).__name__}: eps must be positive: v_hat starts at eps")
@@ -24,8 +24,8 @@ class LocalAMSGrad(BatchedOptimizer):
     """AMSGrad on one client, with step lengths bounded by a v_hat that all clients share.
 
     Chen, Li & Li, "Toward communication efficient adaptive gradient method" (FODS 2020), where it
-    is called local AMSGrad.  v_hat is the server's and stays for a round.  Per local step, t
-    counting this client's own:
+    is called local AMSGrad.  v_hat is a maximum of second moments, constant during a round.  In
+    this client's local step t, with gradient g:
 
     1. m = beta1 m + (1 - beta1) g;  m' = m, or m / (1 - beta1^t) with ``bias_correction``;
     2. v = beta2 v + (1 - beta2) g^2;  v' = v, or v / (1 - beta2^t);
@@ -34,10 +34,10 @@ class LocalAMSGrad(BatchedOptimizer):
 
     At the end of a round v_hat = max(v_hat, mean of the clients' v'); v_hat and v start at eps.
 
-    So nothing but eps holds the first round's steps back as published: they are those of SGD with
-    momentum and a learning rate of lr / sqrt(2 eps), 7071 lr by default.  With ``bound="client"``
-    a first step has the length (1 - beta1) / sqrt(1 - beta2) lr = 3.16 lr; corrected too, it has
-    the length lr, as in Adam.
+    So v_hat is eps in the first round, and steps as published are those of SGD with momentum and a
+    learning rate of lr / sqrt(2 eps), 7071 lr by default.  With ``bound="client"`` a first step has
+    the length (1 - beta1) / sqrt(1 - beta2) lr = 3.16 lr; with ``bias_correction``, too, it has the
+    length lr, as in Adam.
 
     Args:
         params: parameters, better named.
@@ -52,8 +52,7 @@ class LocalAMSGrad(BatchedOptimizer):
         ValueError: for hyperparameters out of range.
 
     State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, this client's own m and v, not
-    corrected; and v_hat, the same on all clients, which :class:`~comm_hooks.optim.LocalRounds`
-    keeps in step.
+    corrected; and v_hat, which :class:`~comm_hooks.optim.LocalRounds` keeps equal on all clients.
 
     Not supported: sparse gradients; exchanging v compressed.
 
@@ -88,7 +87,7 @@ class LocalAMSGrad(BatchedOptimizer):
 
     @property
     def _maxima(self) -> dict[torch.Tensor, torch.Tensor]:
-        """v_hat by parameter, on its device: frameworks move a model after making its optimizer."""
+        """The shared v_hat by parameter, on the parameter's device, which frameworks may change."""
         self._v_hat = {p: v.to(p.device) for p, v in self._v_hat.items()}
         return self._v_hat
 
@@ -101,17 +100,17 @@ class LocalAMSGrad(BatchedOptimizer):
         self._move(parameters, directions, group)
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Return this client's v' as ``{"v.0": ..., "v.1": ...}``, by parameter index."""
+        """Return this client's second moments v', as ``{"v.0": ..., ...}`` by parameter index."""
         own = [v for g in self.param_groups for v in self._second_moments(g["params"], g)]
         return {f"v.{place}": v.clone() for place, v in enumerate(own)}
 
     def set_statistics(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Set v_hat to the maximum of v_hat and the mean of the clients' v'."""
+        """Set v_hat to the maximum of v_hat and ``mean``, the mean of the clients' v'."""
         means = [mean[f"v.{place}"] for place in range(len(self._v_hat))]
         torch._foreach_maximum_(list(self._maxima.values()), means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torch's optimizers, and v_hat as a list of tensors."""
+        """Return the state as torch's optimizers do, with v_hat as a list of tensors."""
         return {**super().state_dict(), "v_hat": [v.clone() for v in self._v_hat.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,7 +146,7 @@ class LocalAMSGrad(BatchedOptimizer):
         return directions
 
     def _second_moments(self, parameters: Tensors, group: Group) -> Tensors:
-        """Return this client's v' (step 2 of the class docstring), which is eps before any step."""
+        """Return this client's second moments v' (step 2 of the class), eps before any step."""
         states = self._states(parameters, group)
         v = values(states, "exp_avg_sq")
         if not self.bias_correction:

@@ -1,4 +1,4 @@
-"""The state of rounds of local steps: the shared model, local progress, residuals, counters."""
+"""The state of an optimizer of local steps: shared model, local progress, residuals, counters."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,27 +23,27 @@ Tensors = dict[str, torch.Tensor]
 
 
 class RoundsState:
-    """The shared model, the clock, the states of clients and the counters of rounds.
+    """The state of an optimizer of local steps: the shared model, counters, states of clients.
 
     One object holds them because frameworks wrap an optimizer by copying its attributes, and the
-    wrapper and the optimizer must count together.
+    wrapper and the optimizer must use the same counters.
 
     Args:
-        owner: the name of the rounds' class, for messages.
+        owner: the class name of the optimizer of local steps, for messages.
         inner, exchange, server: see :class:`~comm_hooks.optim.LocalRounds`.
         fragments, local_steps: see :class:`FragmentClock`.
-        keep_inner: whether a client's inner state lasts from one of its turns to the next.
+        keep_inner: whether the inner optimizer's state of a client is kept until its next turn.
 
     Attributes:
-        parameters: the exchanged parameters: trained when the rounds were made, and not empty here.
+        parameters: the exchanged parameters: trainable at construction, not empty on this rank.
         names: the names of :attr:`parameters`.
         groups: the index of each parameter's group, (P,) for P parameters.
         model: the shared model.
         clock: the counter of local steps, which tells when each fragment is exchanged.
-        clients: the residuals and inner states of the clients that this rank plays.
-        decay: the factor by which each parameter has decayed since its exchange, float64, (P,).
+        clients: the residuals and inner optimizer states of this rank's clients.
+        decay: the product of 1 - lr weight_decay since each parameter's exchange, float64, (P,).
         round_index: the number of exchanges so far, each of one fragment.
-        bytes_uncompressed: the bytes of an all-reduce of the gradients at each local step so far.
+        bytes_uncompressed: the bytes that all-reduces of all gradients so far would have sent.
         is_round_open: whether clients are taking their turns.
     """
 
@@ -78,7 +78,7 @@ class RoundsState:
 
     @property
     def overwritten(self) -> list[torch.Tensor]:
-        """The parameters that outside code has changed while the shared model is shown."""
+        """The parameters that other code changed while they had the shared model's values."""
         return [self.parameters[place] for place in self.model.overwritten]
 
     def places_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -87,21 +87,21 @@ class RoundsState:
         return [i for i, part in enumerate(self.parameters) if id(whole(part)) in chosen]
 
     def own_values(self, places: Sequence[int]) -> list[torch.Tensor] | None:
-        """Return this rank's values for :meth:`adopt` if a state was just loaded, else None."""
+        """Return copies of parameters for :meth:`adopt` if a state was just loaded, else None."""
         if not self._is_resumed:
             return None
         return [self.parameters[i].detach().clone() for i in places]
 
     @torch.no_grad()
     def adopt(self, places: Sequence[int], own: Sequence[torch.Tensor] | None = None) -> None:
-        """Continue from the values that outside code has written to the parameters at ``places``.
+        """Continue from the values that other code has written to the parameters at ``places``.
 
-        A model's checkpoint may hold the shared model itself.  If it is loaded after the state of
-        the rounds, nothing changes, and the local progress of this rank comes back.
+        A model's checkpoint may hold the shared model.  If it is loaded after the state of this
+        optimizer, the shared model stays the same, and this rank's local progress is restored.
 
         Args:
             places: indices in :attr:`parameters`.
-            own: this rank's values before the write; None to give them up.
+            own: these parameters' values before the write; None to discard local progress.
         """
         if places:
             live = [self.parameters[i].detach() for i in places]
@@ -114,26 +114,26 @@ class RoundsState:
         self.model.note()
 
     def shared_values(self) -> list[torch.Tensor]:
-        """Return copies of the shared values of :attr:`parameters`."""
+        """Return copies of the shared model's values of :attr:`parameters`."""
         self.begin()
         return [value.clone() for value in self.model.values]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first step, copy the live parameters to the shared model: they may be new."""
+        """Copy the parameters, which may be new, to the shared model; only before any step."""
         if self.clock.steps == self.round_index == 0:
             self.model.begin_at_live()
 
     def require_no_round(self, call: str) -> None:
-        """Raise ``ValueError`` within a round of clients; ``call`` is the refused call's name."""
+        """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
         if self.is_round_open:
             raise ValueError(
-                f"{self._owner}: {call} in the middle of a round of clients: let the loop over "
-                "clients() end, or leave it"
+                f"{self._owner}: {call} in the middle of a round of clients: call it after the "
+                "loop over clients()"
             )
 
     def release_state_dict(self) -> dict[str, Any]:
-        """Return the part of the state that a privacy guarantee for clients covers."""
+        """Return the model, server state and round count: publishable if clients are private."""
         shared = (value.clone() for value in self.model.values)
         return {
             "model": dict(zip(self.names, shared, strict=True)),
@@ -170,15 +170,16 @@ class RoundsState:
     def load_state_dict(self, state: Mapping[str, Any], *, is_merging: bool = False) -> None:
         """Restore the state that one rank saved.
 
-        The state of another rank, or of another number of ranks, comes without its residuals and
-        local progress, lest they be counted twice.
+        From the state of another rank, or of another number of ranks, residuals and local progress
+        are not restored: several ranks could count them.
 
         Args:
             state: the result of :meth:`state_dict` on a rank.
-            is_merging: whether to leave residuals and local progress out in any case.
+            is_merging: True never restores residuals and local progress.
 
         Raises:
-            ValueError: if the state is not one of rounds, is damaged, or has other parameters.
+            ValueError: if the state is not one of local steps, is damaged, or has other parameters;
+                within a round of clients.
         """
         self.require_no_round("load_state_dict()")
         transport = self._exchange.transport
@@ -221,23 +222,23 @@ class RoundsState:
         self._is_resumed = True
 
     def load_merged(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of all saved ranks on another number of ranks, or in other nodes.
+        """Restore the states of all saved ranks on another number of ranks, or on other nodes.
 
-        1. Start at the saved shared model, with the inner state of one of the saved ranks.
-        2. Add the local progress of each to its residual, where it has a whole one in float32.
-        3. Let the exchange divide the residuals.
-        4. Start each rank with the mean of the remaining progress.
+        1. Start at the saved shared model, with the inner optimizer's state of one saved rank.
+        2. Add each saved rank's local progress to its residual, if that is whole and in float32.
+        3. Let the exchange divide the residuals among the present ranks.
+        4. Start each rank with the mean of the progress that was not added in step 2.
 
         So the mean over ranks of progress plus residuals stays the same.
 
         Raises:
-            ValueError: where ranks played clients.
+            ValueError: if the states include states of clients.
         """
         if any(state["rounds"]["private"]["clients"] for state in states):
             ranks = self._exchange.transport.world_size
             raise ValueError(
                 f"{self._owner}: the clients' states of {len(states)} ranks cannot go on with "
-                f"{ranks} ranks, or in other nodes: save the model, and begin the rounds anew"
+                f"{ranks} ranks, or in other nodes: load the model only, and make a new optimizer"
             )
         first = states[self._exchange.transport.rank % len(states)]
         self.load_state_dict(first, is_merging=True)
@@ -260,27 +261,27 @@ class RoundsState:
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self.model.is_written_to:
             warn_program(
-                f"{self._owner}: parameters were written to after load_state_dict() of the rounds, "
-                "which had put the local progress of this rank there: load or broadcast the model "
-                "first, and the state of the rounds after it",
+                f"{self._owner}: parameters were written to after load_state_dict() had restored "
+                "this rank's local progress in them: load or broadcast the model first, then call "
+                f"{self._owner}.load_state_dict()",
             )
         # Until now it could have been restored from this rank's own file.
         other, self._loaded_from = self._loaded_from, None
         if other is not None:
             warn_program(
                 f"{self._owner}: this rank goes on from the state that rank {other} saved, without "
-                "a residual and without local progress: let every rank save_rank_file(rounds, "
-                "folder) with the checkpoint, and load_rank_files(rounds, folder) when that is "
-                "loaded",
+                "its residual and local progress: call save_rank_file(optimizer, folder) on every "
+                "rank when saving a checkpoint, and load_rank_files(optimizer, folder) when "
+                "loading it",
             )
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the rounds' and the inner optimizer's part of a state, or raise ``ValueError``."""
+        """Return a state's "rounds" and inner optimizer state; ``ValueError`` if they are unfit."""
         rounds = state.get("rounds")
         if not isinstance(rounds, Mapping):
             raise ValueError(
-                f"{self._owner}: the state is not that of rounds of local steps: load a state that "
-                f"state_dict() of {self._owner} returned"
+                f"{self._owner}: the state is not that of an optimizer of local steps: load a "
+                f"result of {self._owner}.state_dict()"
             )
         require_seal(rounds)
         check_whole(state)
@@ -292,8 +293,8 @@ class RoundsState:
             name = next(n for n in (*saved, *shapes) if saved.get(n) != shapes.get(n))
             raise ValueError(
                 f"{self._owner}: the state has other parameters than this model: it has "
-                f"{len(saved)}, the model {len(shapes)}; all names and shapes must be the same: "
-                f"{name!r} was {saved.get(name, 'absent')}, and is {shapes.get(name, 'absent')}"
+                f"{len(saved)}, the model {len(shapes)}; {name!r} has the shape "
+                f"{saved.get(name, 'absent')} in the state, {shapes.get(name, 'absent')} here"
             )
         return rounds, inner
 
@@ -302,7 +303,7 @@ class RoundsState:
 
     @torch.no_grad()
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
-        """Move every rank's live parameters by the ranks' mean progress; return if there is any."""
+        """Move the parameters by the mean of all ranks' progress; return whether there was any."""
         found = {name for of_one in progress for name in of_one}
         with self.model.hidden():
             for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -315,8 +316,8 @@ class RoundsState:
     def _with_progress(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensors]:
         """Return a rank's state with local progress added to residuals, and the remaining progress.
 
-        That is the progress of parameters without a residual, or with one that is incomplete or of
-        another dtype; a float32 tensor (numel,) by name.
+        The latter is that of parameters without a residual, or with one that is incomplete or of
+        another dtype: float32 tensors (numel,) by parameter name.
         """
         released, private = (state["rounds"][key] for key in ("released", "private"))
         memory, rest = dict(state.get("memory", {})), {}

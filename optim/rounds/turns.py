@@ -1,4 +1,4 @@
-"""The gradients of a client's turn, which must not reach the next client."""
+"""Keep the gradients of a client's turn away from the next client."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ def mark_taken(parameters: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def own_gradients(inner: Optimizer, complain: Callable[[], None]) -> Iterator[None]:
-    """Give the steps within this context gradients of their own, and leave none behind.
+    """Return a context for a client's turn: gradients are cleared at its start and its end.
 
     Args:
         inner: the optimizer of the steps.
-        complain: called if gradients are left that no step used, as an accumulation without its
-            last part leaves them.
+        complain: called at the end if there are gradients that no step used, as after an
+            incomplete gradient accumulation.
 
     Example::
 

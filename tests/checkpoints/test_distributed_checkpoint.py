@@ -95,7 +95,7 @@ def test_what_is_not_there_or_damaged_is_refused_on_all_ranks(
 
 
 def test_dcp_load_says_what_to_call() -> None:
-    with pytest.raises(ValueError, match=r"call RankStates\(state\)\.load\(\)"):
+    with pytest.raises(ValueError, match=r"call RankStates\(state\)\.load\(name, checkpoint\)"):
         RankStates.load_state_dict(None, {})  # type: ignore[arg-type]
 
 

@@ -315,7 +315,7 @@ def test_what_cannot_work_is_refused_before_training(ranks_of: RanksOf) -> None:
         "static_graph": "static_graph=True: the first backward pass must not be under no_sync()",
         "density": "TopK: density must lie in",
         "option": "unknown setting with topk 'densty': did you mean 'density'?",
-        "finder": "LearningRateFinder trains before anything is registered",
+        "finder": "LearningRateFinder trains before the compressor is registered",
     }
     for messages in ranks_of(2).run(refusals):
         assert messages.keys() == expected.keys()

@@ -104,14 +104,16 @@ def test_a_budget_that_nothing_meets_names_the_smallest() -> None:
         plan_rounds(shapes, transport, 1e-4)
     smallest = float(str(found.value).split("need ")[1].split()[0])
     assert plan_rounds(shapes, transport, smallest).bits <= smallest
-    with pytest.raises(ValueError, match=r"total_steps=40 allows no longer ones"):
+    with pytest.raises(ValueError, match=r"total_steps=40 allows no more"):
         plan_rounds(shapes, transport, 0.01, 40)
 
 
 def test_every_element_has_its_turn_within_the_training() -> None:
     """With 25 local steps of 2,150 it had not, and the end was worse than without exchange."""
     shapes, transport = {"w": (512, 512)}, Simulated(4)[0]
-    with pytest.raises(ValueError, match=r"rounds of 16 steps need 0\.00\d+ \(total_steps=2150"):
+    with pytest.raises(
+        ValueError, match=r"16 local steps per exchange need 0\.00\d+ \(total_steps=2150"
+    ):
         plan_rounds(shapes, transport, 0.0073, 2150)
     plan = plan_rounds(shapes, transport, 0.0073, 6450)
     assert 16 < plan.local_steps <= 6450 * plan.density

@@ -152,7 +152,7 @@ def test_names_are_those_without_compilation() -> None:
         take_steps(optimizer, list(model.parameters()))
         saved.append(optimizer.state_dict())
     rounds(model.named_parameters()).load_state_dict(saved[1])
-    with pytest.raises(ValueError, match=r"'0.weight' was \(8, 8\), and is absent"):
+    with pytest.raises(ValueError, match=r"'0.weight' has the shape \(8, 8\) in the state, absent"):
         rounds([("a", p) for p in nn.Linear(8, 8).parameters()][:1]).load_state_dict(saved[0])
 
 

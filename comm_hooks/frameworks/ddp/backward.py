@@ -28,7 +28,7 @@ class PendingExchanges:
 
     @contextmanager
     def noting(self) -> Generator[None]:
-        """Keep the first exception that leaves this context, to raise it at the end of the pass."""
+        """Store the context's first exception, to raise it at the end of the backward pass."""
         try:
             yield
         except Exception as error:

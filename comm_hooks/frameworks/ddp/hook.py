@@ -141,7 +141,7 @@ class CompressionState:
         return {}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return an empty sequence: each bucket's round compares the parameters of that bucket."""
+        """Return an empty sequence: each bucket's exchange compares that bucket's parameters."""
         return ()
 
     def names(self) -> Collection[str] | None:
@@ -183,7 +183,8 @@ class CompressionState:
         See :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
         Raises:
-            ValueError: also if a state names parameters that this model lacks; nothing is changed.
+            ValueError: if states do not belong together, or name parameters that this model lacks;
+                nothing is changed.
         """
         self.exchange.load_state_dicts(states)
         self._saved_buckets = list(states[0].get("buckets", []))
@@ -195,10 +196,10 @@ class CompressionState:
         return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
 
     def check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Raise ``ValueError`` at the end of a backward pass in which all parameters are new.
+        """Raise ``ValueError`` at the end of a backward pass if all of its parameters are new.
 
-        DDP may be made anew for a model with more trainable parameters.  Two models in turn are
-        refused: their steps would be counted together, and their residuals mixed.
+        DDP may be constructed again for a model with more trainable parameters.  A second model is
+        refused: steps of both would be counted together, and their residuals mixed.
         """
         self._is_its_pass |= any(p in self._names for p in bucket.parameters())
         if not bucket.is_last():
@@ -212,11 +213,11 @@ class CompressionState:
         self._has_model = True
 
     def parts(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
-        """Return the indices of the parameters in each part of a bucket, usually in one part.
+        """Return the indices of a bucket's parameters, in groups that are compressed together.
 
         DDP's first bucket in a process has all parameters, later ones are smaller.  If a bucket is
         compressed as one vector, its random draws depend on its content.  A resumed run therefore
-        divides the first bucket into the saved buckets.
+        divides the first bucket into the saved buckets; otherwise there is one group.
         """
         places = {self._name(p): place for place, p in enumerate(parameters)}
         saved = [names for names in self._saved_buckets if not places.keys().isdisjoint(names)]
@@ -265,7 +266,7 @@ class CompressionState:
 def _by_parameter(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Return the names by parameter; raise ``ValueError`` for anything but pairs of them."""
+    """Return names by parameter; raise ``ValueError`` for items other than (name, parameter)."""
     pairs = [] if named is None else [*named] if isinstance(named, Iterable) else [named]
     for pair in pairs:
         match pair:
@@ -330,7 +331,7 @@ def skip_hook(
     state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that communicates nothing: every rank keeps its own gradient.
+    """Communicate nothing: a communication hook with which every rank keeps its own gradient.
 
     For optimizers that own the exchange (``optim.CompressedAdam``), and as the control that any
     method must beat.
@@ -371,8 +372,8 @@ def register(
     it compares their configurations.
 
     With an optimizer that exchanges by itself (``comm_hooks.optim``), :func:`skip_hook` is
-    registered.  If the optimizer works in rounds (``low_communication``), the model in evaluation
-    mode and its ``state_dict()`` are from then on those that all ranks share: see
+    registered.  If it is an optimizer of local steps (``low_communication``), the model in
+    evaluation mode and its ``state_dict()`` are from then on those that all ranks share: see
     :func:`~comm_hooks.shared_model.attach_shared_model`.  A model without DDP is accepted, too.
 
     Args:
@@ -392,7 +393,7 @@ def register(
     Returns:
         The state with ``stats()``, which every rank saves by
         :func:`~comm_hooks.checkpoints.rank_files.save_rank_file`: a :class:`CompressionState`; the
-        optimizer itself if it works in rounds; else an
+        optimizer itself if it takes local steps; else an
         :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
     Raises:
@@ -423,8 +424,8 @@ def register(
         own = {"loss_scale": loss_scale, "start_compression_step": start_compression_step}
         if given := sorted(settings) + [name for name, value in own.items() if value]:
             raise ValueError(
-                f"register(): {', '.join(given)}: an optimizer that exchanges has its settings "
-                "itself"
+                f"register(): {', '.join(given)} cannot be given with an optimizer: pass settings "
+                "to its exchange"
             )
         return register_optimizer(model, compressor, skip_hook)
     ddp = require_ddp(model)

@@ -34,7 +34,7 @@ class AccumulationCheck:
         self._warned = False
 
     def check(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        """Warn if a backward pass, given its first bucket, averages old averages again."""
+        """Warn if the backward pass of this first bucket averages averaged gradients again."""
         if self._warned or bucket.buffer().is_sparse:
             return
         parameter = bucket.parameters()[0]
@@ -93,7 +93,7 @@ def require_ddp(model: nn.Module) -> DistributedDataParallel:
 
 
 def register_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook with a DDP model that will refuse a second hook."""
+    """Register a communication hook with a DDP model, which then refuses a second hook."""
     ddp.register_comm_hook(state, hook)
     # DDP would add the second hook to its list before it fails.
     refuse = functools.partial(_refuse_another, hook.__name__)
@@ -255,7 +255,7 @@ def _advice(model: nn.Module) -> str:
 
 
 def _has_base(module: nn.Module, package: str, *prefixes: str) -> bool:
-    """Return whether a base class has this package in its module and one of these prefixes."""
+    """Return whether a class or base class is of ``package``, and its name has a prefix."""
     return any(
         package in kind.__module__ and kind.__name__.startswith(prefixes)
         for kind in type(module).__mro__

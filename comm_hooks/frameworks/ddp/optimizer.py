@@ -32,7 +32,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         hook: a DDP hook that communicates nothing.
 
     Returns:
-        The state that every rank saves: the optimizer itself if it works in rounds, else an
+        The state that every rank saves: the optimizer itself if it takes local steps, else an
         :class:`~comm_hooks.checkpoints.optimizer_state.OptimizerState`.
 
     Raises:
@@ -78,14 +78,14 @@ def _require_constant_weights(model: nn.Module) -> None:
             and module.weight.requires_grad
         ):
             raise ValueError(
-                f"{name!r} has max_norm, which shortens rows of its weight in the forward pass, "
-                "other rows on each rank, so that replicas would differ: leave max_norm out, or "
-                "shorten all rows after step()"
+                f"module {name!r} has max_norm, which shortens rows of its weight in the forward "
+                "pass, different rows on each rank, so that replicas would differ: leave max_norm "
+                "out, or shorten all rows after step()"
             )
 
 
 def _warn_of_broadcasts(ddp: DistributedDataParallel) -> None:
-    """Warn if DDP broadcasts buffers that are large beside the messages of rounds."""
+    """Warn if DDP broadcasts buffers that are large compared with the messages of local steps."""
     size = sum(b.nbytes for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
     if size > _NOTABLE * sum(p.nbytes for p in ddp.module.parameters()):
         warn_program(

@@ -1,4 +1,4 @@
-"""Add a file of every rank to DeepSpeed's checkpoints.
+"""Add one file for each rank to DeepSpeed's checkpoints.
 
 DeepSpeed saves one rank's state for all (stage 0) or flat shards of it (stages 1 and 2).  Residuals
 are whole and differ between ranks, so each rank writes a file of its own into the checkpoint's
@@ -98,13 +98,13 @@ class _EngineState:
                 unit = self._unit.removeprefix("global_")
                 there, here = (f"{unit} {time}" for time in (state.get(self._unit), self._now))
                 raise ValueError(
-                    f"the files are of {there}, but the checkpoint of {here}: a save was "
-                    f"interrupted, or files were mixed. Delete the checkpoint's folder {_FOLDER} "
-                    "to go on with residuals of zero"
+                    f"the rank files in the checkpoint's folder {_FOLDER} are of {there}, but the "
+                    f"checkpoint of {here}: a save was interrupted, or files were mixed. Delete "
+                    "that folder to go on with residuals of zero"
                 )
             if state.get("exchanged_by") != self._exchanged_by:
                 raise ValueError(
-                    f"the residuals saved by {state.get('exchanged_by')} are not those of "
+                    f"the residuals saved by {state.get('exchanged_by')} do not fit "
                     f"{self._exchanged_by}: load the model alone, with load_module_only=True"
                 )
         if self.exchange.memory is None:
@@ -115,12 +115,12 @@ class _EngineState:
         if strangers:
             raise ValueError(
                 f"the checkpoint has residuals of parameters that this model does not have: "
-                f"{', '.join(strangers[:3])}"
+                f"{', '.join(strangers[:3])}: load it into the model that saved it"
             )
 
 
 def _source(folder: Path) -> Path:
-    """Return the folder with the files of ranks, which ``ds_to_universal`` does not copy."""
+    """Return the folder of the ranks' files: for a universal checkpoint, that of its source."""
     if not (folder / _FOLDER).exists() and folder.name.endswith(_UNIVERSAL):
         folder = folder.with_name(folder.name.removesuffix(_UNIVERSAL))
     return folder / _FOLDER

@@ -38,8 +38,8 @@ class EngineCompression:
         """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
 
         ``steps`` counts exchanges: one per step of the optimizer, or at ZeRO stage 2 one per
-        backward pass; with rounds, local steps.  The parameters that DeepSpeed gathers at ZeRO
-        stages 1 and 2 are not counted.
+        backward pass; for an optimizer of local steps it counts these.  The parameters that
+        DeepSpeed gathers at ZeRO stages 1 and 2 are not counted.
         """
         return self.state.stats()
 

@@ -1,4 +1,4 @@
-"""Let a DeepSpeed engine drive an optimizer that exchanges, or rounds of local steps."""
+"""Let a DeepSpeed engine use an optimizer that exchanges by itself or takes local steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def paused(optimizer: Any) -> Iterator[None]:
 
 
 def attach(engine: Any) -> OptimizerState | LocalRounds | None:
-    """Let a constructed engine drive an optimizer that exchanges, and average no gradients itself.
+    """Let a constructed engine use an optimizer that exchanges, and average no gradients itself.
 
     Sends nothing.
 
@@ -91,14 +91,14 @@ def attach(engine: Any) -> OptimizerState | LocalRounds | None:
 def _attach_rounds(engine: Any, rounds: LocalRounds) -> None:
     if engine.optimizer is not rounds:
         raise ValueError(
-            f"{type(rounds).__name__} keeps a model of its own in float32 and cannot work "
+            f"{type(rounds).__name__} keeps a copy of the model in float32 and cannot work "
             f"inside DeepSpeed's {type(engine.optimizer).__name__}: switch bf16 and fp16 off, and "
             'use "torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
         )
     if rounds.participation is not None and engine.gradient_accumulation_steps() > 1:
         raise ValueError(
-            "gradient_accumulation_steps: must be 1 where rounds have clients: DeepSpeed counts on "
-            "from one client's turn to the next one's, so that its first step would come too early"
+            "gradient_accumulation_steps: must be 1 where rounds have clients: DeepSpeed does not "
+            "start its count of micro-batches anew with each client's turn"
         )
     attach_shared_model(engine.module, rounds)
     _stop_averaging(engine)
@@ -119,9 +119,9 @@ class SharedNorm:
     """Gives DeepSpeed's 16-bit wrapper one gradient norm for all ranks, instead of each rank's own.
 
     The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
-    parameters, scales the loss, skips steps that overflowed and clips.  It takes gradients for
-    averaged: it would clip a rank's gradients by its own norm, and a norm outside float32's range
-    on one rank only would make that rank skip a step in which the others wait for it.
+    parameters, scales the loss, skips steps that overflowed and clips.  It expects averaged
+    gradients: it would clip each rank's gradients by another norm, and a norm outside float32's
+    range on one rank only would make that rank skip a step in which the others wait for it.
 
     The norm here is the mean over ranks of the norms of their gradients, an upper bound of the norm
     of their mean; DeepSpeed itself clips by it in float32.  One all-reduce of 4 bytes per step, in

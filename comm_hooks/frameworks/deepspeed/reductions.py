@@ -1,4 +1,4 @@
-"""Replace the methods of a DeepSpeed engine that average gradients by rounds of an exchange.
+"""Let a DeepSpeed engine average gradients through an exchange instead of its own all-reduce.
 
 DeepSpeed still scales the loss and accumulates before, and clips and steps after.
 """

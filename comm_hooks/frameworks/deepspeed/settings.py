@@ -46,11 +46,11 @@ class EngineSettings:
 
         1. An optimizer of the user takes precedence, as in DeepSpeed; if it does not exchange, it
            gets gradients averaged as the ``comm_hooks`` block says.
-        2. Else, if the block names a method (``low_communication``), rounds of local steps take the
-           place of AdamW.
+        2. Else, if the block names a method (``low_communication``), that optimizer of local steps
+           replaces AdamW.
         3. Else, if ``optimizer.type`` names one of :mod:`comm_hooks.optim.registry`, the
-           engine gets that optimizer.  If it owns its exchange, the block replaces the exchange of
-           the publication if it has a ``compressor``, else single settings of it.
+           engine gets that optimizer.  If it owns its exchange, a block with a ``compressor``
+           replaces the published exchange, and a block without overrides single settings of it.
         4. Else DeepSpeed makes the optimizer, and gradients are averaged as the block says.
 
         Args:
@@ -252,9 +252,9 @@ def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
         )
     if entry.works_in_rounds:
         raise ValueError(
-            f"optimizer.type: {entry.type_name} cannot be used: it works in rounds of local steps, "
-            'for which the comm_hooks block asks: {"method": "low_communication"} beside "type": '
-            '"CommHooksAdamW"; or pass an optimizer to initialize(optimizer=...)'
+            f"optimizer.type: {entry.type_name} cannot be used: it takes local steps. Write "
+            '"comm_hooks": {"method": "low_communication"} and "type": "CommHooksAdamW", or pass '
+            "the optimizer to initialize(optimizer=...)"
         )
     return entry
 
@@ -294,18 +294,18 @@ def _params(name: str, entry: OptimizerEntry, given: Any) -> dict[str, Any]:
 
 
 def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
-    """Return a function that makes rounds of local steps in place of the configuration's AdamW."""
+    """Return a function that makes the optimizer of local steps that replaces AdamW."""
     method = block["method"]
     if method != "low_communication":
         raise ValueError(f"{BLOCK}.method: {unknown('method', method, ['low_communication'])}")
     if _type(config).lower() not in ("adamw", "adam", "commhooksadamw"):
         raise ValueError(
-            f"optimizer.type: {method} takes the place of AdamW, and its learning rate: write "
+            f"optimizer.type: {method} takes the place of AdamW and uses its learning rate: write "
             '"CommHooksAdamW", which DeepSpeed refuses where comm-hooks is missing'
         )
     params = dict(_items("optimizer.params", config["optimizer"].get("params") or {}))
     if params.pop("adam_w_mode", True) is not True:
-        raise ValueError(f"optimizer.params.adam_w_mode: {method} decays weights as AdamW does")
+        raise ValueError(f"optimizer.params.adam_w_mode: must be true for {method}: leave it out")
     if ignored := [key for key in _ROUNDS_IGNORED if params.pop(key, None) is not None]:
         warn_program(f"optimizer.params: {', '.join(ignored)} are not used by {method}")
     for path, given, known in (
@@ -319,7 +319,7 @@ def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
     for key in ("bf16", "fp16"):
         if isinstance(config.get(key), Mapping) and config[key].get("enabled"):
             raise ValueError(
-                f"{key}.enabled: {method} keeps a model of its own in float32: use "
+                f"{key}.enabled: {method} keeps a copy of the model in float32: use "
                 '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}, which computes in 16 '
                 "bits"
             )
@@ -360,8 +360,8 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
     """Raise ``ValueError`` if the engine gives ranks no whole, local gradients."""
     if stage := _stage(config):
         raise ValueError(
-            f"zero_optimization.stage: {name} exchanges something else than gradients and needs "
-            f"all of them on every rank, but ZeRO stage {stage} divides them: use stage 0. At "
+            f"zero_optimization.stage: {name} needs whole gradients on every rank for its own "
+            f"exchange, but ZeRO stage {stage} divides gradients between ranks: use stage 0. At "
             f"stages 1 and 2 OneBitAdam works, or AdamW with a {BLOCK} block"
         )
     if config.get("gradient_allreduce_op", "mean") != "mean":

@@ -56,8 +56,8 @@ def compress_all_reduce(
         mesh: the dimension between nodes, ``mesh["replicate"]``, or its process group: the ranks
             that hold the same shard.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
-        settings: see :func:`~comm_hooks.register`.  A memory is about this rank's shard: 4 bytes
-            (``bits=4``: 0.53) times the model's parameters over the number of shards.  Whether a
+        settings: see :func:`~comm_hooks.register`.  Residuals are those of this rank's shard: 4
+            bytes (``bits=4``: 0.53) per parameter of it.  Whether a
             parameter is exempt depends on its whole shape, not on its shard's.  A bucket is an FSDP
             module.
 
@@ -126,7 +126,7 @@ def _reduce(
     waiting: dict[str, torch.Tensor],
     flat: torch.Tensor,
 ) -> None:
-    """The all-reduce hook: average the node's gradient of one module over nodes, in place."""
+    """Average a module's gradient over nodes, in place, as the all-reduce hook of FSDP."""
     if flat.device.type != "cpu":
         # FSDP may free the tensor while this stream still works on it (pytorch#180900).
         flat.record_stream(torch.get_device_module(flat.device.type).current_stream())

@@ -37,8 +37,8 @@ def compress_reduce_scatter(
     ``reshard_after_forward=False``): with parameters and gradients of one dtype it is at most a
     third of all traffic (a half); with bfloat16 parameters and float32 gradients a half (two
     thirds).  The residual is not sharded: it takes 4 bytes (``{"type": "error_feedback", "bits":
-    4}``: 0.53) per parameter of the *whole* model on every rank.  Compressors without memory
-    (sketches, stochastic ``quantize``) have none.
+    4}``: 0.53) per parameter of the *whole* model on every rank.  Compressors without error
+    feedback (sketches, stochastic ``quantize``) have no residual.
     Between nodes :func:`~comm_hooks.frameworks.fsdp.compress_all_reduce` has neither limit, and
     both can be used at once.
 
@@ -131,7 +131,7 @@ class _ReduceScatter:
     ) -> None:
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
-                "compress_reduce_scatter cannot go with set_gradient_divide_factor: divide the "
+                "compress_reduce_scatter does not support set_gradient_divide_factor: divide the "
                 "loss instead"
             )
         scale = self._state.begin()

@@ -23,7 +23,7 @@ class CompressedReduction:
     """The exchange of an FSDP2 model's gradients, and the state that every rank saves.
 
     Args:
-        exchange: averages shards of gradients.
+        exchange: the exchange that averages shards of gradients.
         units: the FSDP modules of the model.
         shards: the indices of the shards with residuals on this rank.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
@@ -32,7 +32,7 @@ class CompressedReduction:
             with each other.
 
     Attributes:
-        exchange: holds the settings, the memory and the counts of steps and bytes.
+        exchange: the exchange, with its settings, residuals and counts of steps and bytes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CompressedReduction:
         self.exchange.load_state_dicts(states)
 
     def begin(self) -> float:
-        """Compare the weights of replicas, if they are due, and return the present loss scale."""
+        """Compare the weights of replicas, if that is due, and return the present loss scale."""
         if self._replicas:
             self._replicas.compare(self.exchange)
         return float(self._loss_scale()) if self._loss_scale else 1.0
@@ -108,7 +108,7 @@ class CompressedReduction:
         torch.autograd.Variable._execution_engine.queue_callback(end_step)
 
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` if states have residuals of other shards."""
+        """Raise ``ValueError`` if states have residuals of shards that this rank does not hold."""
         memory = self.exchange.memory
         if memory is None:
             return
@@ -118,7 +118,8 @@ class CompressedReduction:
         if strangers := sorted(saved - known):
             raise ValueError(
                 "the state has residuals of shards that this rank does not have: "
-                f"{', '.join(strangers[:3])} (parameter[shard/shards])"
+                f"{', '.join(strangers[:3])} (parameter[shard/shards]): use the model and the "
+                "number of shards of the run that saved it"
             )
 
 
@@ -171,10 +172,10 @@ def new_exchange(
     group: dist.ProcessGroup,
     settings: Mapping[str, Any],
 ) -> Exchange:
-    """Return an exchange over a process group that also compares the model's parameters.
+    """Return an exchange that also compares parameter names and shapes between ranks.
 
     Raises:
-        ValueError: for bad settings, or a memory that sends changes instead of gradients.
+        ValueError: for invalid settings, or a ``memory`` that sends changes of gradients.
     """
     exchange = Exchange(ExchangeSettings.of(compressor, **settings), process_group=group)
     require_gradients(exchange.settings, caller)

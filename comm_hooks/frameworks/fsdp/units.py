@@ -75,7 +75,7 @@ class Unit:
         return self.group.mesh_info.replicate_process_group if self.all_reduces else None
 
     def registered(self) -> list[torch.Tensor]:
-        """Return all tensors that may be the module's parameters: shards and gathered ones."""
+        """Return all tensors that may be the module's parameters: shards and gathered tensors."""
         parameters = self.group.fsdp_params
         gathered = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
         return [*(p.sharded_param for p in parameters), *gathered]
@@ -85,7 +85,7 @@ class Unit:
         return {self._name(p): p.sharded_param.to_local() for p in self.group.fsdp_params}
 
     def pieces(self, *, frozen: bool = False) -> list[Piece]:
-        """Return the pieces of the flat gradient; ``frozen``: frozen parameters included."""
+        """Return each trainable (with ``frozen``: each) parameter's piece of the flat gradient."""
         ranks = self.group.mesh_info.shard_mesh_size
         pieces = []
         for parameter in self.group.fsdp_params:

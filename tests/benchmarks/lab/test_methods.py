@@ -110,7 +110,7 @@ def test_underscores_do_not_matter_and_options_go_to_what_is_named() -> None:
         ("sign+safl", "is no sketch"),
         ("topk:memory=error_feedback:memory.decay=1.0+sparse_loco", "decay"),
         ("local_adamw:local_steps=4:fragments=8", "at most fragments=4"),
-        ("local_adamw:local_steps=100:fragments=99", "cannot be dealt into 99 fragments"),
+        ("local_adamw:local_steps=100:fragments=99", "cannot be divided into 99 fragments"),
         ("topk+fetch_sgd", "sketch"),
         ("topk+marina", "unbiased"),
     ],

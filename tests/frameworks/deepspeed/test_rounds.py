@@ -167,7 +167,7 @@ def refused() -> None:
     optimizer = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=1.0)
     config = settings("AdamW", bf16={"enabled": True})
     del config["optimizer"]
-    with pytest.raises(ValueError, match="keeps a model of its own in float32"):
+    with pytest.raises(ValueError, match="keeps a copy of the model in float32"):
         new_engine(config, model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match="gradient_accumulation_steps: must be 1"):
         engine_with_clients(accumulation=2)

@@ -132,7 +132,7 @@ def test_methods_are_read_as_they_are_written() -> None:
         ("sign:bits", "options are written sign:option=value"),
         ("all_reduce+local_variance_adam", "needs a compressor before the '+'"),
         ("sign+low_communication", "low_communication takes no compressor"),
-        ("sign+amsgrad", "amsgrad takes gradients that are averaged"),
+        ("sign+amsgrad", "amsgrad takes gradients averaged by a hook"),
         ("local_variance_adam:beta3=0.5", "unknown option of local_variance_adam"),
         ("topk,topk:density=1/64,topk:density=0.015625", "is named twice"),
     ],

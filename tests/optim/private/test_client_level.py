@@ -279,7 +279,7 @@ def test_a_bound_on_second_moments_is_refused(
 ) -> None:
     entered: list[int] = []
     chosen = participation(enter=lambda: entered.append(1))
-    with pytest.raises(ValueError, match=r"^Fed\w+: PrivateParticipation averages deltas only, "):
+    with pytest.raises(ValueError, match=r"^Fed\w+: PrivateParticipation averages displacements, "):
         kind(small_model().named_parameters(), exchange(Identity()), participation=chosen)
     assert not entered
 

@@ -345,8 +345,8 @@ CLIENTS = {"participation": Participation(clients=4)}
         ),
         ({"local_steps": None}, "local_steps is needed"),
         ({"fragments": 0}, "fragments must be an integer of at least 1"),
-        ({"fragments": 5}, "5 fragments cannot each have a step of their own in 4"),
-        ({"fragments": 3}, "2 parameters cannot be dealt into 3 fragments"),
+        ({"fragments": 5}, "fragments=5 exceeds local_steps=4"),
+        ({"fragments": 3}, "2 parameters cannot be divided into 3 fragments"),
         ({"exchange": Sign()}, "exchange must be an Exchange"),
         ({"exchange": Exchange(Sign(), Differences())}, "sends changes"),
         (
@@ -354,7 +354,7 @@ CLIENTS = {"participation": Participation(clients=4)}
                 "exchange": Exchange(Sign(), ErrorFeedback(), "hierarchical", ranks_per_node=2),
                 "look_ahead": 0.3,
             },
-            "look_ahead cannot go with collective='hierarchical'",
+            "look_ahead cannot be combined with collective='hierarchical'",
         ),
         ({"server": 3}, "server must be an Optimizer"),
         ({"inner": 3}, "inner must be an Optimizer"),
@@ -372,7 +372,7 @@ CLIENTS = {"participation": Participation(clients=4)}
         ({"look_ahead": 0.5}, "look_ahead is a share of the residual"),
         (
             {"look_ahead": 0.5, "exchange": Exchange(TopK(), ErrorFeedback()), **CLIENTS},
-            "look_ahead cannot go with participation",
+            "look_ahead cannot be combined with participation",
         ),
         *(
             (
@@ -383,7 +383,7 @@ CLIENTS = {"participation": Participation(clients=4)}
         ),
         (
             {"shared_decay": True, "inner": decaying(torch.optim.AdamW), **CLIENTS},
-            "shared_decay cannot go with participation",
+            "shared_decay cannot be combined with participation",
         ),
     ],
     ids=str,
