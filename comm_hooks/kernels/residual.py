@@ -52,7 +52,7 @@ class Residual:
         return Residual(blocks, factor)
 
     def factors(self) -> Tensor:
-        """Return the factor of each row, (n,), float32, also if one number is for all rows."""
+        """Return the factor of each row, (n,), float32, even if all rows share one number."""
         if isinstance(self.factor, Tensor):
             return self.factor.flatten()
         return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)
