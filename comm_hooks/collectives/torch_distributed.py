@@ -167,7 +167,7 @@ class TorchDistributed(Transport):
 
     @property
     def _device(self) -> torch.device:
-        """The device of tensors that the process group can send: the CPU, if it has a choice."""
+        """The device of tensors that the process group can send: the CPU if it is supported."""
         if "cpu" in self._backends:
             return torch.device("cpu")
         kind = next(iter(self._backends))

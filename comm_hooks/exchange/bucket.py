@@ -53,7 +53,10 @@ class Buckets:
         tensors: Mapping[str, torch.Tensor],
         extras: Mapping[str, torch.Tensor] | None = None,
     ) -> Bucket:
-        """Return the bucket of these named tensors; see :meth:`~comm_hooks.Exchange.average_`.
+        """Return the bucket of named tensors to average; make it at the first call.
+
+        Args:
+            tensors, extras: see :meth:`~comm_hooks.Exchange.average_`.
 
         Raises:
             ValueError: if there are no tensors, or one of them is not dense and floating-point.

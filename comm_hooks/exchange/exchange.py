@@ -203,7 +203,7 @@ class Exchange:
         }
 
     def agree(self) -> Round[None]:
-        """Return a round that compares the settings of all ranks; empty after the first one."""
+        """Return a round that compares the settings of all ranks; later calls compare nothing."""
         if self.agreement.reached:
             return
         yield from self.agreement.reach(self.config(), self.transport.ranks)

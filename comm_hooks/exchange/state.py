@@ -93,7 +93,7 @@ class ExchangeState:
 
     @property
     def loads(self) -> int:
-        """Twice the steps since the start or the last load, plus 1 after a load; for comparison."""
+        """Twice the steps since start or last load, plus 1 after a load; compared between ranks."""
         return 2 * (self.step - (self.loaded_at or 0)) + (self.loaded_at is not None)
 
     def residual_norm(self) -> float:

@@ -33,7 +33,7 @@ class Memory(ABC):
     _dtype = torch.float32
 
     def __init__(self, *prefixes: str) -> None:
-        """Store a row per parameter and prefix; the rows of the last prefix are the residuals."""
+        """Make a store of rows by parameter name for each prefix; the last keeps the residuals."""
         self._stores = {prefix: NamedRows(self._empty) for prefix in prefixes or ("",)}
         self._last = [*self._stores][-1]
         self._kept = self._stores[self._last]

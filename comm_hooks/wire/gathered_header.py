@@ -1,4 +1,4 @@
-"""The header of payloads that are all-gathered: finite flag, stamp, sender and checksum.
+"""The header of payloads that are not summed on the wire: stamp, sender and checksum.
 
 32 bytes, little-endian:
 
@@ -30,7 +30,7 @@ _FINITE_BIT = 24
 
 
 class GatheredHeader(Header):
-    """The header of payloads that are all-gathered; it also detects damage and wrong senders.
+    """The header of payloads that are not summed; it also detects damage and wrong senders.
 
     Args:
         ranks, place: see :class:`~comm_hooks.wire.header.Header`.

@@ -18,7 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the named code for ``count`` of ``universe`` places, or a smaller one if there is.
+    """Return the named code for ``count`` of ``universe`` places, or a smaller one if any.
 
     Example::
 

@@ -46,7 +46,7 @@ class Stamp:
         return [*self.known_words(), int(self.model) & _MASK]
 
     def known_words(self) -> list[int]:
-        """Return :meth:`words` without the model's, which may be on an accelerator."""
+        """Return :meth:`words` without the fingerprint, which may be on an accelerator."""
         words = (MAGIC, self.configuration, self.step, self.loads, self.hyperparameters)
         return [word & _MASK for word in words]
 
