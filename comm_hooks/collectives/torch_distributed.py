@@ -113,7 +113,7 @@ class TorchDistributed(Transport):
         except (ValueError, KeyError):
             raise ValueError(
                 "the process group that this exchange was made for has been destroyed: save "
-                "before that, and make optimizers and hooks anew for another group"
+                "before destroy_process_group(); make new optimizers and hooks for another group"
             ) from None
 
     @property

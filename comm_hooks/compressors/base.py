@@ -147,8 +147,8 @@ class Compressor(ABC):
         """
         if vector.dim() != 1 or not vector.is_floating_point() or not vector.numel():
             raise ValueError(
-                f"compress() needs a non-empty 1-D floating-point tensor, got {vector.dtype} of "
-                f"shape {tuple(vector.shape)}: flatten the tensor or convert it"
+                f"{self}: compress() needs a non-empty 1-D floating-point tensor, got "
+                f"{vector.dtype} of shape {tuple(vector.shape)}: flatten the tensor or convert it"
             )
         return self.encode(vector.float()[None], Draw((key,), rank, world_size))[0]
 
@@ -174,11 +174,11 @@ class Compressor(ABC):
             ValueError: if ``numel``, ``payload`` or ``out`` has a wrong type, dtype or shape.
         """
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 1:
-            raise ValueError(f"decompress() needs a positive number of elements, got {numel!r}")
+            raise ValueError(f"{self}: decompress() needs a positive integer numel, got {numel!r}")
         if not isinstance(payload, Tensor) or payload.dim() != 1:
             what = getattr(payload, "shape", None)
             raise ValueError(
-                "decompress() needs a payload as compress() returned it, a 1-D tensor, got "
+                f"{self}: decompress() needs a payload as compress() returned it, 1-D, got "
                 + (f"{type(payload).__name__}" if what is None else f"shape {tuple(what)}")
             )
         expected = self.payload_nbytes(numel, world_size=world_size)
@@ -191,8 +191,8 @@ class Compressor(ABC):
             out = torch.empty(numel, device=payload.device, dtype=torch.float32)
         elif out.shape != (numel,) or out.dtype != torch.float32 or not out.is_contiguous():
             raise ValueError(
-                f"decompress() needs a contiguous float32 out of shape ({numel},), got {out.dtype} "
-                f"of shape {tuple(out.shape)}"
+                f"{self}: decompress() needs a contiguous float32 out of shape ({numel},), got "
+                f"{out.dtype} of shape {tuple(out.shape)}"
             )
         payloads = payload.contiguous().view(torch.uint8)[None]
         if payloads.storage_offset() % 4:

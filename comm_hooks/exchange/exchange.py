@@ -609,14 +609,14 @@ class Exchange:
         count, ranks = self.ranks_per_node, self.transport.world_size
         if count is None:
             raise ValueError(
-                "collective 'hierarchical': how many ranks share a node is not known. "
+                "Exchange: collective 'hierarchical': how many ranks share a node is not known. "
                 "LOCAL_WORLD_SIZE is not set (torchrun sets it), or the process group does not "
                 "have equally many consecutive ranks on each node: pass ranks_per_node"
             )
         if ranks % count:
             raise ValueError(
-                f"collective 'hierarchical': {ranks} ranks cannot be divided into nodes of "
-                f"{count}: ranks_per_node must divide the number of ranks"
+                f"Exchange: collective 'hierarchical': {ranks} ranks cannot be divided into nodes "
+                f"of {count}: ranks_per_node must divide the number of ranks"
             )
         return count
 

@@ -156,8 +156,8 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
         raise ValueError(
             "the state was saved "
             + ("with" if "memory" in state else "without")
-            + " a memory, but this exchange is configured the other way: give it the setting "
-            "memory (error feedback) with which the state was saved"
+            + " a memory (residuals), but this exchange is configured the other way: set memory to "
+            "what it was when the state was saved"
         )
     if memory is None:
         return
@@ -197,7 +197,7 @@ def check_complete(states: Sequence[State]) -> None:
         )
     counts = {state.get("ranks_per_node") for state in states}
     if len(counts) > 1:
-        raise ValueError(f"the states were saved with different ranks_per_node: {counts}")
+        raise ValueError(f"load the states of one run, not with different ranks_per_node: {counts}")
     if any(count and len(states) % count for count in counts):
         raise ValueError(
             f"the states are of {len(states)} ranks, which nodes of {counts.pop()} cannot have "

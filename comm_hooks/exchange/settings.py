@@ -310,11 +310,7 @@ class ExchangeSettings:
 
 
 def require_gradients(settings: ExchangeSettings, who: str) -> None:
-    """Raise ``ValueError`` if the memory makes rounds average changes of gradients.
-
-    Args:
-        who: the name of the caller for the message.
-    """
+    """Raise ``ValueError``, in the name of ``who``, if rounds average changes of gradients."""
     if settings.memory is not None and settings.memory.sends_changes:
         raise ValueError(
             f"{who}: {settings.memory} sends changes, which an optimizer behind a hook would take "

@@ -129,8 +129,8 @@ def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tenso
         counts = np.diff(edges)
         if (counts > count).any() or (missing is None and (counts < count).any()):
             raise PayloadError(
-                f"a payload does not have {count} elements in every block: it is damaged, or "
-                "another compressor wrote it"
+                f"a payload does not have {count} elements in every block: it is damaged, or a "
+                "compressor with other settings wrote it"
             )
         if (counts == count).all():
             result = found.reshape(rows * sets, count) - starts[:-1, None]

@@ -62,7 +62,7 @@ def choose_route(
         assert place
         raise ValueError(
             f"a noise_hook at the {place} needs collective={COLLECTIVE_OF[place]!r}, but "
-            f"{compressor} with collective={settings.collective!r} does not support it"
+            f"{compressor} with collective={settings.collective!r} cannot have that: change either"
         )
     compressors = layout.compressors(
         compressor or Identity(), settings.exempt if compressor else Identity()
