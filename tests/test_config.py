@@ -121,7 +121,7 @@ def test_an_exchange_from_one_flat_block() -> None:
             {"compressor": "topk", "memory": {"type": "error_feedback", "bit": 4}},
             "ds.json.memory: unknown option of error_feedback 'bit': did you mean 'bits'?",
         ),
-        ({"compressor": "sign", "collective": "all_reduce"}, "ds.json: collective 'all_reduce'"),
+        ({"compressor": "sign", "collective": "all_reduce"}, "ds.json: Exchange: collective"),
         (
             {"compressor": "count_sketch", "memory": "error_feedback"},
             "ds.json: CountSketch.* cannot be used with error feedback",

@@ -197,7 +197,7 @@ def test_an_exchange_without_memory_resumes_on_any_number() -> None:
         (lambda s: seal_own({"step": 1}), "the state is not one of an exchange: it has no rank"),
         (
             lambda s: seal_own({**s, "memory": {"a": torch.full((660,), math.inf)}}),
-            "the residual of 'a' is not finite",
+            "residual of 'a' is not finite",
         ),
         (
             lambda s: seal_own({**s, "memory_type": "MomentumCorrection"}),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from comm_hooks.collectives.model_parallel import gather_from_all
-
-if TYPE_CHECKING:
-    from comm_hooks.exchange import Exchange
 
 
 class RankState(Protocol):
@@ -30,10 +27,9 @@ class RankState(Protocol):
         """Restore all ranks' saved states, in rank order; ``ValueError`` if they do not fit."""
 
 
-def exchange_of(state: Any) -> Exchange:
+def exchange_of(state: Any) -> Any:
     """Return the exchange of a :class:`RankState`: its ``exchange``, or the object itself."""
-    exchange: Exchange = getattr(state, "exchange", state)
-    return exchange
+    return getattr(state, "exchange", state)
 
 
 def has_clients(state: Any) -> bool:

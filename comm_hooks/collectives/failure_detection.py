@@ -82,9 +82,9 @@ class FailureDetector:
     """Finds the ranks that made a collective fail, through the store of the process group.
 
     An error of a network library names an address and a port at best, a different one on every
-    rank.  Here every rank that notices a failure writes its collective to the store, and waits some
-    seconds for the notes of the others; the error names the ranks without a note, or in another
-    collective.
+    rank.  Here every rank that notices a failure writes a report with its collective to the store,
+    and waits some seconds for the reports of the other ranks; the error names the ranks without a
+    report, or with another collective.
 
     Args:
         store: the key-value store of these ranks.
@@ -116,7 +116,7 @@ class FailureDetector:
         _within(_LONGEST_SECONDS, lambda: self._say("failure", failure))
 
     def has_failed(self, ranks: Sequence[int]) -> bool:
-        """Return whether any of these ranks failed in a later round than this rank last failed."""
+        """Return whether any of ``ranks`` reported a failure since the last one on this rank."""
         kinds = ("signed", "failure")
         return any(self._said(kind, rank) for kind in kinds for rank in ranks)
 
@@ -124,14 +124,14 @@ class FailureDetector:
         self._store.set(f"{kind} {self._own}", json.dumps(said))
 
     def _said(self, kind: str, rank: int) -> dict[str, Any] | None:
-        """Return a rank's note; None if there is none, or only one about an old failure."""
+        """Return a rank's report of a kind; None if it has none, or only one of an old failure."""
         if not self._store.check([f"{kind} {rank}"]):
             return None
         said: dict[str, Any] = json.loads(self._store.get(f"{kind} {rank}"))
         return said if said["round"] > self._progress.forgiven else None
 
     def explain(self, error: BaseException, request: Request) -> PeerError:
-        """Return an error that names the ranks at fault; wait some seconds for their notes.
+        """Return an error that names the ranks at fault; wait some seconds for all reports.
 
         Args:
             error: the error of the network library.
@@ -164,7 +164,7 @@ class FailureDetector:
         # In a thread of its own: a store whose process has ended may never answer.
         if not _within(2 * waited + 1, call):
             reason = (
-                "the store by which ranks found each other does not answer: the process that keeps "
+                "the key-value store of the process group does not answer: the process that keeps "
                 "it, often rank 0, has ended or cannot be reached"
             )
         else:
@@ -177,8 +177,8 @@ class FailureDetector:
         """Return in words why a collective failed.
 
         Args:
-            signed: the note of each rank that gave up: the round, the time and the collective.
-            failures: the errors of ranks.
+            signed: the report of each rank that gave up: the round, the time and the collective.
+            failures: the error of each rank that raised one, by rank.
         """
         if failures:
             rank, failure = next(iter(failures.items()))

@@ -23,7 +23,7 @@ from comm_hooks.collectives.rings import Rings
 
 
 class GlooRanks(Transport):
-    """A transport over gloo connections of its own.
+    """A transport over gloo connections that no other object uses.
 
     Not a process group, because ``new_group`` is collective over all ranks of the program, or with
     ``use_local_synchronization`` hangs unless its members belong to equally many other groups.

@@ -14,7 +14,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 def gather_from_all(
     transport: Transport, model_parallel_groups: Iterable[dist.ProcessGroup], finding: Any
 ) -> list[Any]:
-    """Return the values that all ranks pass as ``finding``, in the same order on all ranks.
+    """Gather plain values from all ranks, model-parallel ranks included, in one order for all.
 
     Collective over the ranks of the transport and the model-parallel ranks.
 
@@ -22,7 +22,7 @@ def gather_from_all(
         transport: connects the ranks that average gradients.
         model_parallel_groups: the groups of this rank over which the model is divided, one for each
             dimension of the division.
-        finding: the plain values of this rank.
+        finding: the plain values of this rank, which can be sent as JSON.
     """
     found: list[Any] = transport.perform(AllGatherObject(finding))
     for group in model_parallel_groups:
@@ -32,11 +32,11 @@ def gather_from_all(
 
 
 def found_by_all(model_parallel_groups: Iterable[Transport], finding: torch.Tensor) -> torch.Tensor:
-    """Return whether ``finding`` is true on all model-parallel ranks: a boolean tensor, ().
+    """Return whether a condition holds on all model-parallel ranks: a boolean tensor, ().
 
     Args:
         model_parallel_groups: one transport for each dimension of the model's division.
-        finding: a boolean tensor, ().
+        finding: whether it holds on this rank: a boolean tensor, ().
     """
     missing = (~finding).float().view(1)
     for transport in model_parallel_groups:

@@ -78,8 +78,8 @@ class MPITransport(Transport):
         self._parts: dict[Group, MPI.Intracomm] = {}
         if self.world_size > 1 and "mpi4py.run" not in sys.modules:
             warnings.warn(
-                "an exception on one rank would leave the others waiting forever: start with "
-                "mpiexec -n N python -m mpi4py SCRIPT, which ends all of them",
+                "MPITransport: an exception on one rank would leave the others waiting forever: "
+                "start with mpiexec -n N python -m mpi4py SCRIPT, which ends all ranks",
                 stacklevel=2,
             )
 

@@ -128,7 +128,7 @@ class AllGatherObject(Request):
 
 
 def ask(request: Request) -> Round[Any]:
-    """Return a round that makes this request alone; the result of the round is the reply."""
+    """Return a round of this one collective; the result of the round is the reply."""
     return (yield request)
 
 

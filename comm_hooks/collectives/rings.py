@@ -38,8 +38,8 @@ class Rings:
     def all_reduce_(self, payload: torch.Tensor) -> None:
         """Sum a 1-D payload over ranks, in place; the sum is bit-identical on all ranks.
 
-        1. Cut it into N chunks.  Chunk c starts at rank c and goes round the ring once; every rank
-           adds its own values of it.
+        1. Cut it into N chunks, one per rank.  Chunk c starts at rank c and goes round the ring
+           once; every rank adds its own values of it.
         2. The complete chunks go round once more.
 
         Every rank sends 2 (N - 1) chunks, each an N-th of the payload.

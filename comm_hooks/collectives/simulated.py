@@ -61,7 +61,7 @@ class Simulated:
 
     def __getitem__(self, rank: int) -> "SimulatedRank":
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"there is no rank {rank} in a simulated world of {self.world_size}")
+            raise IndexError(f"Simulated: there is no rank {rank} among {self.world_size} ranks")
         return SimulatedRank(self, rank)
 
     def run(self, rounds: Sequence[Round[Result]]) -> list[Result]:
@@ -72,7 +72,7 @@ class Simulated:
             RuntimeError: if ranks ask for different collectives, where a real world would hang.
         """
         if len(rounds) != self.world_size:
-            raise ValueError(f"got {len(rounds)} rounds for {self.world_size} simulated ranks")
+            raise ValueError(f"Simulated.run: pass {self.world_size} rounds, not {len(rounds)}")
         results: dict[int, Result] = {}
         replies: Sequence[Any] = [None] * self.world_size
         while len(results) < self.world_size:
@@ -90,7 +90,10 @@ class Simulated:
         kinds = {type(request).__name__ for request in requests}
         groups = {request.group for request in requests}
         if len(requests) != self.world_size or len(kinds) > 1 or len(groups) > 1:
-            raise RuntimeError(f"ranks diverged: {len(requests)} of them ask for {sorted(kinds)}")
+            raise RuntimeError(
+                f"Simulated: ranks diverged: {len(requests)} of {self.world_size} request "
+                f"{', '.join(sorted(kinds))}: make all ranks request the same collectives"
+            )
         group = requests[0].group
         if group is None:
             return _reply(requests)

@@ -31,8 +31,8 @@ class StoreGather:
         store: the key-value store of these ranks.
         group: the process group of these ranks.
         timeout_seconds: the longest time to wait for other ranks.
-        is_over: returns whether it is useless to wait longer for the absent ranks, given their
-            ranks within the group.
+        is_over: returns whether it is useless to wait longer, given the group ranks of the absent
+            ranks.
     """
 
     def __init__(

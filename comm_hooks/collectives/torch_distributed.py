@@ -45,7 +45,7 @@ class TorchDistributed(Transport):
 
     Tensors on the CPU, on gloo, are sent by messages between two ranks
     (``comm_hooks.collectives.rings``), over connections of their own: the first exchange makes
-    them, collectively, in about 10 ms.  All others use the collectives of ``torch.distributed``.
+    them, collectively, in about 10 ms.  Other tensors use the collectives of ``torch.distributed``.
 
     Rounds that :meth:`run_async` begins run concurrently with the caller:
 
@@ -66,7 +66,7 @@ class TorchDistributed(Transport):
         if isinstance(group, int):  # torch.distributed.GroupMember.NON_GROUP_MEMBER
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group: only the ranks that were "
-                "given to new_group() exchange there"
+                "given to new_group() can exchange over it"
             )
         world = dist.group.WORLD
         assert world is not None
@@ -113,7 +113,7 @@ class TorchDistributed(Transport):
         except (ValueError, KeyError):
             raise ValueError(
                 "the process group that this exchange was made for has been destroyed: save "
-                "before that, and make optimizers and hooks anew for another group"
+                "before destroy_process_group(); make new optimizers and hooks for another group"
             ) from None
 
     @property
@@ -167,7 +167,7 @@ class TorchDistributed(Transport):
 
     @property
     def _device(self) -> torch.device:
-        """The device of tensors that the process group can send: the CPU, if it has a choice."""
+        """The device of tensors that the process group can send: the CPU if it is supported."""
         if "cpu" in self._backends:
             return torch.device("cpu")
         kind = next(iter(self._backends))
@@ -224,7 +224,7 @@ class TorchDistributed(Transport):
             return completed(result)
 
     def _part(self, part: Group | None) -> dist.ProcessGroup:
-        """Return the process group of a part of the ranks.
+        """Return the process group of a subgroup of the ranks.
 
         The first call makes it, collectively among its members.
         """
@@ -270,9 +270,9 @@ class TorchDistributed(Transport):
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
-    """Return how many ranks of a group share a node, by ``LOCAL_WORLD_SIZE`` of torchrun.
+    """Return the number of ranks of a group per node, from ``LOCAL_WORLD_SIZE`` of torchrun.
 
-    None if it is not set, or if the group has not equally many consecutive ranks on each node.
+    None if it is not set, or if the group does not have equally many consecutive ranks per node.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not local_ranks:
@@ -284,7 +284,7 @@ def _ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a process group; None if torch does not tell.
+    """Return the timeout of a process group; None if its backends do not have one.
 
     A group made without a timeout (by a device mesh, for instance) reports torch's default, even if
     ``init_process_group`` was given another.  In that case return the world group's timeout.

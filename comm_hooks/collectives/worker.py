@@ -55,8 +55,8 @@ class RoundWorker:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                "this process was forked from one that had exchanged already, and has no thread "
-                "to exchange with: make process group and exchange after the fork"
+                "this process was forked after an exchange of gradients, so the thread that runs "
+                "exchanges is missing: make the process group and the exchange after the fork"
             )
         future: torch.futures.Future[Result] = torch.futures.Future()
         # Only a callback can set an error that C++, and so DDP, can see.

@@ -67,8 +67,8 @@ class Compressor(ABC):
         """Return the payloads of ``rows`` (n, numel), float32, which do not change.
 
         Returns:
-            The payloads: (n, payload_nbytes / 4) float32, or, unless the compressor is ``linear``,
-            also (n, payload_nbytes) uint8.
+            The payloads: (n, payload_nbytes / 4) float32, or (n, payload_nbytes) uint8, which a
+            ``linear`` compressor must not return.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Compressor(ABC):
     def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
         """Add the residual to ``rows``, encode them, and leave the new residual in ``rows``.
 
-        Override it if one pass can do more than adding, encoding and decoding one by one.
+        Override it if one pass can replace these three.
 
         Args:
             rows: (n, numel), float32, changed in place.
@@ -106,8 +106,8 @@ class Compressor(ABC):
     def decode_sum(self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0) -> None:
         """Write ``alpha`` times the sum, in rank order, of all ranks' payloads to ``out``.
 
-        Compressors without :attr:`adds_up` write something else than the sum.  Override it if there
-        is a faster way than to decode one payload after the other.
+        Compressors without :attr:`adds_up` scale each element of the sum.  Override it if there is
+        a faster way than to decode one payload after the other.
 
         Args:
             out: (n, numel), float32.
@@ -147,8 +147,8 @@ class Compressor(ABC):
         """
         if vector.dim() != 1 or not vector.is_floating_point() or not vector.numel():
             raise ValueError(
-                f"compress() needs a non-empty 1-D floating-point tensor, got {vector.dtype} of "
-                f"shape {tuple(vector.shape)}: flatten the tensor or convert it"
+                f"{self}: compress() needs a non-empty 1-D floating-point tensor, got "
+                f"{vector.dtype} of shape {tuple(vector.shape)}: flatten the tensor or convert it"
             )
         return self.encode(vector.float()[None], Draw((key,), rank, world_size))[0]
 
@@ -171,27 +171,28 @@ class Compressor(ABC):
         Raises:
             PayloadError: if the size of the payload is not ``payload_nbytes(numel)``, or no
                 compressor with these settings writes such bytes.
-            ValueError: if an argument has another kind or shape.
+            ValueError: if ``numel``, ``payload`` or ``out`` has a wrong type, dtype or shape.
         """
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 1:
-            raise ValueError(f"decompress() needs a positive number of elements, got {numel!r}")
+            raise ValueError(f"{self}: decompress() needs a positive integer numel, got {numel!r}")
         if not isinstance(payload, Tensor) or payload.dim() != 1:
             what = getattr(payload, "shape", None)
             raise ValueError(
-                "decompress() needs a payload as compress() returned it, a 1-D tensor, got "
+                f"{self}: decompress() needs a payload as compress() returned it, 1-D, got "
                 + (f"{type(payload).__name__}" if what is None else f"shape {tuple(what)}")
             )
         expected = self.payload_nbytes(numel, world_size=world_size)
         if payload.nbytes != expected:
             raise PayloadError(
                 f"{self} decompresses {numel} elements from {expected} bytes, got {payload.nbytes}"
+                ": pass the numel, world_size and compressor settings of compress()"
             )
         if out is None:
             out = torch.empty(numel, device=payload.device, dtype=torch.float32)
         elif out.shape != (numel,) or out.dtype != torch.float32 or not out.is_contiguous():
             raise ValueError(
-                f"decompress() needs a contiguous float32 out of shape ({numel},), got {out.dtype} "
-                f"of shape {tuple(out.shape)}"
+                f"{self}: decompress() needs a contiguous float32 out of shape ({numel},), got "
+                f"{out.dtype} of shape {tuple(out.shape)}"
             )
         payloads = payload.contiguous().view(torch.uint8)[None]
         if payloads.storage_offset() % 4:

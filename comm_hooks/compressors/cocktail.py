@@ -21,10 +21,10 @@ class Cocktail(Compressor):
     indices; within a subset that every rank draws they are short, and the subset changes every
     step, so that no element waits for long.
 
-    1. cut the vector into m = mask x d equal strata and draw one element of each (from the key,
-       as :class:`~comm_hooks.RandomK` does);
+    1. cut the vector of d elements into m = mask x d equal strata and draw one element of each
+       (from the key, as :class:`~comm_hooks.RandomK` does);
     2. keep a fraction ``density`` of these m, the largest in magnitude, block by block;
-    3. send their places among the m, and their values in ``value_bits`` bits
+    3. send their indices among the m, and their values in ``value_bits`` bits
        (:class:`~comm_hooks.TopK` does 2 and 3).
 
     Differences to the authors' code: elements are drawn independently at every step, where theirs

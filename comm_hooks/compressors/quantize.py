@@ -27,15 +27,15 @@ _PIECE = 4096
 class Sign(Compressor):
     """One bit per element: its sign, times the mean magnitude of its block.
 
-    The L1 mean ``|x|_1 / c`` makes the compressor contractive (Karimireddy et al., ICML 2019).
+    The mean ``|x|_1 / c`` over a block x of c makes it contractive (Karimireddy et al., ICML 2019).
     DeepSpeed's 1-bit Adam has the root mean square of all of a tensor instead:
     ``Sign(block_size=None, scale="rms")``.  Zero counts as positive.
 
     Args:
         block_size: the number of elements that share a scale (float32); the last block may be
-            smaller.  None: the whole vector, also if its shards go to several owners: each owner
-            gets the scale of the whole vector, and sends the mean of its shard with a scale of its
-            own.
+            smaller.  None: the whole vector, even if its shards go to several owners: each owner
+            gets the scale of the whole vector, and sends the mean of its shard with the scale of
+            this mean.
         scale: ``"mean"``, or ``"rms"`` for the root mean square, which keeps the vector's norm.  It
             is contractive only if ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, so not for sparse
             blocks; residuals stay bounded anyway.
@@ -102,14 +102,14 @@ class Sign(Compressor):
         return mean_magnitudes(rows, size, power=1 if self.scale == "mean" else 2)
 
     def _per_piece(self, scales: Tensor, numel: int) -> tuple[Tensor, int]:
-        """Return the scales (..., pieces) of pieces that fit into a cache, and a piece's size."""
+        """Return the scales (..., blocks) of blocks that fit into a cache, and their size."""
         if self.block_size:
             return scales, self.block_size
         pieces = -(-numel // _PIECE)
         return scales.expand(*scales.shape[:-1], pieces).contiguous(), _PIECE
 
     def _read(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor, int]:
-        """Return the scales and the signs in payloads (N, n, nbytes), and the size of a piece."""
+        """Return the scales and signs in payloads (N, n, nbytes), and the size of a block."""
         split = 4 * self._blocks(numel)
         scales, size = self._per_piece(payloads[..., :split].view(torch.float32), numel)
         return scales, payloads[..., split:], size

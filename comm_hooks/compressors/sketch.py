@@ -67,7 +67,7 @@ class CountSketch(_Sketch):
 
     Two elements of one row never meet, two elements of different rows meet with probability 1/b.
     Hence the relative mean squared error of ``decompress(compress(v))`` is d/b - 1, slightly below
-    the (d - 1)/b of independent hashes, and <R v, R h> has the variance of a Count-Sketch.
+    the (d - 1)/b of independent hashes; <R v, R h> has a Count-Sketch's variance for all v, h.
 
     Args:
         ratio: b/d, the size of the sketch relative to the vector, in (0, 1].

@@ -165,14 +165,14 @@ class TopK(Compressor):
 
 
 def _first_blocks(blocks: Blocks, keys: Keys) -> npt.NDArray[np.int64]:
-    """Return for each row the block that gets room first in a code, drawn from the row's key."""
+    """Return, for each row, the block with indices coded first, drawn from the row's key."""
     return (fork(keys, 0) % np.uint64(blocks.count)).astype(np.int64)
 
 
 def _in_rows(
     blocks: Blocks, places: Tensor, values: Tensor, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return places in the row instead of the block, (n, k), and values, zero where not sent."""
+    """Turn places in blocks into indices in rows, (n, k); return them and the sent values."""
     in_rows = (places + blocks.starts(places.device)[:, None]).flatten(1)
     # If fewer elements of the last block than are kept are not zero, some of the places may lie in
     # its padding, where a coarse code turns the zero into something else.

@@ -1,4 +1,4 @@
-"""Average named tensors over ranks, without a framework: settings, buckets, routes, state."""
+"""Average named tensors over ranks through a compressor: settings, buckets, routes, state."""
 
 from comm_hooks.exchange.exchange import Exchange, largest_in
 from comm_hooks.exchange.settings import Collective, ExchangeSettings

@@ -20,20 +20,20 @@ class Owner(Protocol):
     """The optimizer or hook that uses an exchange; its settings must be equal on all ranks."""
 
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Return the next step's hyperparameters as plain values; every exchange compares them."""
+        """Return the hyperparameters of the next step as plain values; ranks compare them."""
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return the tensors, parameters, that are bit-identical on all ranks at an exchange."""
+        """Return the tensors, such as parameters, that must be bit-identical on all ranks."""
 
     def names(self) -> Collection[str] | None:
         """Return the names of all tensors that are ever exchanged; None if they are unknown."""
 
 
 class Agreement:
-    """The settings that the ranks of an exchange compare, and their stamps.
+    """The settings that the ranks of an exchange compare, and their digests for payload headers.
 
     Attributes:
-        settings: the settings of the owner, in addition to those of the exchange.
+        settings: the settings of the owner (optimizer or hook), besides those of the exchange.
         reached: whether ranks have compared all settings.
     """
 
@@ -43,7 +43,7 @@ class Agreement:
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
-        """Return a copy without an owner: the copy of an exchange gets an owner of its own."""
+        """Return a copy without an owner: another optimizer or hook will use the copy."""
         duplicate = Agreement()
         duplicate.__dict__.update(self.__getstate__(), settings=dict(self.settings))
         return duplicate
@@ -63,15 +63,15 @@ class Agreement:
         self._owner = weakref.ref(owner) if owner else None
 
     def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
-        """Return a round that compares the settings of all ranks.
+        """Return a round of collectives that compares the settings of all ranks.
 
         Args:
-            config: the settings of this rank.
+            config: the settings of the exchange on this rank; those of the owner are added.
             ranks: the global ranks of all members.
 
         Raises:
             ConfigMismatchError: on all ranks, naming the settings that differ, and the ranks.
-            PeerError: on all ranks, if some of them are about to compare something else.
+            PeerError: on all ranks, if some ranks compare the names of tensors at this moment.
         """
         own = dict(config)
         if (owner := self.owner) is not None:
@@ -82,10 +82,10 @@ class Agreement:
         self.reached = True
 
     def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
-        """Return the stamp that all payloads of a bucket carry in a step, equal on all ranks.
+        """Return the stamp: header words that are equal in all payloads of a bucket and step.
 
         Args:
-            digest_: the digest of the settings and of the bucket's tensors.
+            digest_: the digest of the settings and of the names and shapes of the bucket's tensors.
             step, loads: see :class:`~comm_hooks.wire.stamp.Stamp`.
         """
         owner = self.owner
@@ -127,7 +127,7 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[None]:
-    """Return a round that compares the names and shapes of the tensors of all ranks.
+    """Return a round of collectives that compares the tensors' names and shapes on all ranks.
 
     Raises:
         ConfigMismatchError: on all ranks, naming the first tensor that differs, and the ranks.
@@ -143,7 +143,7 @@ def compare_tensors(segments: Sequence[Segment], ranks: Sequence[int]) -> Round[
         at_place = [listing[place] for listing in listings]
         if len(set(at_place)) > 1:
             raise ConfigMismatchError(
-                f"ranks average different tensors: the one at place {place} "
+                f"Exchange: ranks average different tensors: tensor number {place} "
                 f"{differences(at_place, ranks)}. Give every rank the same tensors in the same "
                 "order"
             )

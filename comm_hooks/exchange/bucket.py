@@ -14,8 +14,8 @@ class Bucket:
     """Tensors that are exchanged together: workspace, routes, and whether ranks have compared them.
 
     Attributes:
-        layout: the workspace.
-        routes: the routes used so far, by compressor and by place of the noise hook.
+        layout: the float32 workspace, with a view for each tensor.
+        routes: the routes used so far, by compressor and :attr:`NoiseHook.place`.
         digest: 32 bits of the settings and tensors, equal on all ranks; None until it is needed.
         compared: whether ranks have compared the names and shapes of the tensors.
     """
@@ -53,13 +53,16 @@ class Buckets:
         tensors: Mapping[str, torch.Tensor],
         extras: Mapping[str, torch.Tensor] | None = None,
     ) -> Bucket:
-        """Return the bucket of these named tensors; see :meth:`~comm_hooks.Exchange.average_`.
+        """Return the bucket of named tensors to average; make it at the first call.
+
+        Args:
+            tensors, extras: see :meth:`~comm_hooks.Exchange.average_`.
 
         Raises:
             ValueError: if there are no tensors, or one of them is not dense and floating-point.
         """
         if not tensors:
-            raise ValueError("there is nothing to average: no tensors were given")
+            raise ValueError("Exchange: there is nothing to average: pass at least one tensor")
         for tensor in tensors.values():
             require_dense_floats(tensor)
         exempts = self._settings.exempts
@@ -78,7 +81,7 @@ class Buckets:
         Args:
             parameters: their shapes decide which are exempt from compression; they must outlive
                 the exchange.
-            tensors: the gradients, shaped as at the first call.
+            tensors: the gradients, in the shapes of the first call with these parameters.
             name_of: returns a parameter's name.
         """
         key = (tuple(map(id, parameters)), tensors[0].device)
@@ -91,7 +94,7 @@ class Buckets:
         return self._found[key]
 
     def of_segments(self, segments: Sequence[Segment], device: torch.device) -> Bucket:
-        """Return the bucket of these segments on a device, made at the first call.
+        """Return the bucket of these segments on a device; make it at the first call.
 
         Raises:
             ValueError: if two segments have the same name.
@@ -100,7 +103,7 @@ class Buckets:
         if key not in self._found:
             layout = Layout(key[0], device, self._settings.granularity)
             if len(layout.names) < len(segments):
-                raise ValueError("parameter names must be distinct within a bucket")
+                raise ValueError("Exchange: two tensors have the same name: give each its own name")
             self._found = {
                 known: bucket
                 for known, bucket in self._found.items()

@@ -1,4 +1,4 @@
-"""Exchange named tensors between ranks, one round after the other."""
+"""Exchange named tensors between ranks, in rounds of collectives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Exchange:
     A round on one bucket:
 
     1. copy the tensors into a float32 workspace, small and 1-D ones apart;
-    2. add the residuals of earlier rounds, from the memory;
+    2. add the residuals of earlier rounds, from the error-feedback memory;
     3. compress everything into one payload;
     4. move payloads between ranks;
     5. decompress and average them in rank order: the mean is bit-identical on all ranks;
@@ -62,13 +62,13 @@ class Exchange:
 
     Attributes:
         state: the residuals and the step of this rank.
-        agreement: the settings that ranks compare, and the owner.
+        agreement: the settings that ranks compare, and the optimizer or hook that owns this object.
         buckets: the sets of tensors exchanged so far, with their workspaces.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
     Raises:
-        ValueError: for a combination that cannot work, before anything is sent.
+        ValueError: for settings that are invalid or exclude each other, before anything is sent.
         ConfigMismatchError: in the first round, if ranks are configured differently.
 
     Not supported: tensors that are complex, integer or sparse.
@@ -159,7 +159,7 @@ class Exchange:
 
     @property
     def memory(self) -> Memory | None:
-        """The memory that keeps this rank's residuals."""
+        """The error-feedback memory, which keeps this rank's residuals; None if there is none."""
         return self.state.memory
 
     @property
@@ -203,7 +203,7 @@ class Exchange:
         }
 
     def agree(self) -> Round[None]:
-        """Return a round that compares the settings of all ranks, at the first call only."""
+        """Return a round that compares the settings of all ranks; later calls compare nothing."""
         if self.agreement.reached:
             return
         yield from self.agreement.reach(self.config(), self.transport.ranks)
@@ -219,7 +219,7 @@ class Exchange:
             )
 
     def agree_now(self) -> None:
-        """Run :meth:`agree` before the first round; blocking, and all ranks must call it."""
+        """Compare the settings of all ranks before the first round; blocking and collective."""
         # Counted as a round: a failure of an earlier round is not one of this.
         self.transport.begin_round()
         self.transport.run(self.agree())
@@ -237,7 +237,8 @@ class Exchange:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
         For drivers of several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
-        process group use :meth:`average_`, which takes the same arguments.
+        process group use :meth:`average_`, which takes the same arguments except ``scale``
+        (the loss scale).
         """
         yield from self.bucket_round(
             self.buckets.of(tensors, extras),
@@ -250,7 +251,7 @@ class Exchange:
         self.end_step()
 
     def end_step(self) -> None:
-        """Count a step: the next round belongs to other gradients of the same parameters.
+        """End a step, after all its buckets: later rounds exchange the gradients of the next step.
 
         For hooks, which exchange bucket by bucket; :meth:`average_` calls it.
         """
@@ -274,7 +275,8 @@ class Exchange:
                 compressed: flags, counts and the like.
             compress: False averages exactly, for warm-up steps; a compressor replaces that of the
                 exchange in this round.
-            memory: replaces the memory of the exchange, for instance with that of another client.
+            memory: an error-feedback memory that replaces that of the exchange, such as that of
+                another client.
             noise_hook: clips and adds noise, for private training.
 
         Raises:
@@ -292,10 +294,10 @@ class Exchange:
         )
 
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return contiguous float32 tensors of these names and shapes to write a message to.
+        """Return contiguous float32 tensors of these names and shapes, to fill and then average.
 
-        :meth:`average_` works on them without copying.  Their initial content is undefined, also
-        after another round has averaged tensors of any of these names.
+        :meth:`average_` works on them without copying.  Their content is undefined at first, and
+        again after a round over other tensors with any of these names.
 
         Raises:
             ValueError: as :meth:`average_`.
@@ -339,16 +341,17 @@ class Exchange:
         noise_hook: NoiseHook | None = None,
         replica: Sequence[torch.Tensor] | None = None,
     ) -> Round[None]:
-        """Return a round on one bucket of a step that may have several.
+        """Return a round that averages one bucket; a step may have several buckets.
 
         Args:
             bucket: from :attr:`buckets`.
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
             compress, memory, noise_hook: see :meth:`average_`.
-            scale: the present scale of the tensors (loss scaling).
-            replica: tensors that must be bit-identical on all ranks at this moment; ranks compare
-                a fingerprint of them now and then.  By default those of the exchange's owner.
+            scale: the loss scale by which the tensors are multiplied.
+            replica: tensors that must be bit-identical on all ranks at this moment; every
+                ``verify_every`` steps ranks compare a fingerprint of them.  None: the parameters of
+                the optimizer or hook that owns the exchange.
         """
         if isinstance(compress, Compressor):
             self.settings.check(compress)
@@ -402,10 +405,10 @@ class Exchange:
         scale: float = 1.0,
         factor: float = 1.0,
     ) -> Round[None]:
-        """Return a round in which each rank gets the mean of one shard only.
+        """Return a round that gives each rank the mean of one shard only.
 
-        The caller has called :meth:`agree_now`, and counts the bytes of an uncompressed round
-        (:meth:`count_traffic`).
+        The caller must have called :meth:`agree_now`, and counts the bytes of an uncompressed round
+        itself (:meth:`count_traffic`).
 
         Args:
             shards: a bucket for each rank's shard, in rank order.
@@ -443,7 +446,7 @@ class Exchange:
         yield from self._reported(round_(), round_number)
 
     def verifies(self, *, is_new: bool = False) -> bool:
-        """Return whether ranks compare a fingerprint of their replicas in this step.
+        """Return whether ranks compare a fingerprint of their parameters in this step.
 
         Args:
             is_new: whether ranks have not compared this bucket yet.
@@ -452,7 +455,7 @@ class Exchange:
         return every > 0 and (is_new or step == self.state.loaded_at or step % every == 0)
 
     def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return ``round_``, extended to tell the other ranks if it fails on this rank."""
+        """Return ``round_``, extended: an error on this rank is reported to the other ranks."""
         step = self.step
         try:
             yield from round_
@@ -463,7 +466,7 @@ class Exchange:
             raise
 
     def _stamp(self, bucket: Bucket) -> Stamp:
-        """Return the stamp of all payloads of a bucket in the present step."""
+        """Return the stamp (header words) of all payloads of a bucket in the present step."""
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             bucket.digest = digest(settings, bucket.layout.segments)
@@ -476,7 +479,7 @@ class Exchange:
     ) -> int:
         """Return the bytes that this rank will send in a round over tensors of these shapes.
 
-        No collective, and no tensors needed.
+        It needs neither a collective nor tensors.
 
         Args:
             shapes: the shapes of the tensors, by name.
@@ -531,7 +534,8 @@ class Exchange:
         The next step's rounds, :meth:`stats` and :meth:`state_dict` call it.
 
         Raises:
-            PayloadError: on all ranks, if a payload did not fit: the mean of its round was NaN.
+            PayloadError: on all ranks, if a payload was damaged or belonged to another step: the
+                mean of its round was NaN.
         """
         self._checks.wait()
 
@@ -550,12 +554,13 @@ class Exchange:
         Raises:
             ValueError: if the state is damaged, or was saved by another rank, on another number of
                 ranks, with another kind of memory, with other parameters, with shards that this
-                exchange may not have, or, in private training, without noise; nothing is changed.
+                exchange may not have, or, in private training, by a run without noise; nothing is
+                changed.
         """
         self.state.load_state_dict(state, self._position(), self._names())
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of *all* ranks, on any number of ranks.
+        """Restore the exchange from the states of *all* ranks of a run, on any number of ranks.
 
         On the same number of ranks each rank loads its own state.  On another number (or if there
         were shards and may be none) all ranks start with the mean of all residuals, and add the
@@ -574,10 +579,12 @@ class Exchange:
         self.state.load_state_dicts(states, self._position(), self._names())
 
     def continues(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether each rank can load the state that it saved itself.
+        """Return whether each rank of this run can load the state that the same rank saved.
+
+        If not, because ranks, nodes or shards differ, use :meth:`load_state_dicts`.
 
         Args:
-            states: the states of all former ranks, or of some of them.
+            states: the states of all ranks of the run that saved them, or of some of these ranks.
         """
         return self._position().continues(states)
 
@@ -602,14 +609,14 @@ class Exchange:
         count, ranks = self.ranks_per_node, self.transport.world_size
         if count is None:
             raise ValueError(
-                "collective 'hierarchical': how many ranks share a node is not known. "
-                "LOCAL_WORLD_SIZE is not set (torchrun does that), or the process group does not "
+                "Exchange: collective 'hierarchical': how many ranks share a node is not known. "
+                "LOCAL_WORLD_SIZE is not set (torchrun sets it), or the process group does not "
                 "have equally many consecutive ranks on each node: pass ranks_per_node"
             )
         if ranks % count:
             raise ValueError(
-                f"collective 'hierarchical': {ranks} ranks cannot be divided into nodes of "
-                f"{count}: ranks_per_node must divide the number of ranks"
+                f"Exchange: collective 'hierarchical': {ranks} ranks cannot be divided into nodes "
+                f"of {count}: ranks_per_node must divide the number of ranks"
             )
         return count
 
@@ -634,7 +641,7 @@ class Exchange:
 
 
 def largest_in(dtype: torch.dtype) -> float | None:
-    """Return the largest number of a dtype; None if its range is that of float32, as in bfloat16.
+    """Return the largest finite value of a dtype; None if its range is that of float32.
 
     A sparse compressor sends the sum of many steps at once: in float16, scaled by a GradScaler, it
     may overflow although no gradient did.

@@ -1,4 +1,4 @@
-"""The layout of the parameters of a bucket in memory, for a round.
+"""The layout of a bucket's parameters in a flat float32 workspace.
 
 A bucket arrives as flat segments, one per parameter.  Small and one-dimensional parameters (norms,
 biases) are exempt from compression: they are a fraction of a percent of the elements and suffer
@@ -46,7 +46,7 @@ class Segment:
 
 
 class Workspace:
-    """Vectors of many parameters in one tensor, with a view of each part.
+    """One float32 tensor for the vectors of many parameters, with matrix views of its parts.
 
     Args:
         exact: the number of elements sent in float32; None if there are none.
@@ -58,7 +58,7 @@ class Workspace:
     Attributes:
         work: float32, all elements: exact ones, exempt ones, then the groups.
         exact, exempt: the uncompressed elements, one row each; None if there are none.
-        groups: the parameters to compress, a row for each.
+        groups: for each distinct length, a matrix view with a parameter to compress in each row.
         compressed: the rows that a compressor gets: ``groups``, or with ``granularity="bucket"``
             all of them as a single row.
     """
@@ -89,11 +89,11 @@ class Workspace:
             self.compressed = [Rows((digest,), self.work[None, start:])]
 
     def vectors(self) -> list[Rows]:
-        """Return the workspace as rows: the uncompressed ones, then one matrix for each group."""
+        """Return views of the workspace: the uncompressed rows, then one matrix for each group."""
         return [*self._plain, *self.groups]
 
     def parts(self) -> list[Rows]:
-        """Return the parts of a payload: the uncompressed rows, then :attr:`compressed`."""
+        """Return the matrices to encode one by one: uncompressed rows, then :attr:`compressed`."""
         return [*self._plain, *self.compressed]
 
     def compressors(self, compressor: Compressor, exempt: Compressor) -> list[Compressor]:
@@ -107,9 +107,12 @@ class Workspace:
         return [*plain, *[compressor] * len(self.compressed)]
 
     def residuals(self, of_groups: Sequence[Residual | None]) -> list[Residual | None]:
-        """Return the residuals still to be added to :meth:`parts`, given those of the groups.
+        """Return the residual that is still to be added to each of :meth:`parts`; None: nothing.
 
-        If all groups are a single part, their residuals are added here, in place.
+        With ``granularity="bucket"`` the residuals are added here, in place.
+
+        Args:
+            of_groups: the residual of each of the groups.
         """
         of_compressed = list(of_groups)
         if self.compressed is not self.groups:

@@ -1,4 +1,4 @@
-"""Merge the saved residuals of all former ranks, for another number of ranks or nodes."""
+"""Merge the residuals that all ranks of a run saved, for another number of ranks or nodes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,15 +24,16 @@ def shard_widths(numels: Mapping[str, int], count: int) -> dict[str, int]:
 def merge_memories(
     states: Sequence[State], memory: Memory, server_memory: Memory, scale: float
 ) -> Vectors:
-    """Return the merged state of all former ranks' memories, with which every new rank starts.
+    """Return the merged error-feedback state of all ranks of a run, for every rank of a new run.
 
     Args:
-        states: the saved states of all former ranks, in rank order.
-        memory, server_memory: memories of the saved classes.
-        scale: a factor of the residual of the mean over ranks.
+        states: the states that all ranks of the run saved, in rank order.
+        memory, server_memory: error-feedback memories of the saved classes, for the vectors of a
+            rank and for the shard that it owns.
+        scale: the factor by which the residual of the mean over ranks is multiplied.
 
     Raises:
-        ValueError: if the states are of another kind of memory.
+        ValueError: if a memory of another class or with other settings saved the states.
     """
     numels = numels_in(states)
     count = states[0].get("ranks_per_node")
@@ -54,11 +55,11 @@ def cut_memory(
     place: int,
     ranks_per_node: int,
 ) -> Vectors:
-    """Return the part of a merged memory's state for the rank at ``place`` in each node.
+    """Return the shard of a merged error-feedback state for the rank at ``place`` in each node.
 
     Args:
         state: the result of :func:`merge_memories`.
-        memory: a memory of the saved class.
+        memory: an error-feedback memory of the saved class.
         numels: the number of elements of each whole parameter.
         place, ranks_per_node: see :class:`~comm_hooks.exchange.routes.hierarchical.Hierarchical`.
     """
@@ -98,7 +99,7 @@ def _merge(
 
 
 def _joined(shards: Sequence[Vectors], memory: Memory, numels: Mapping[str, int]) -> Vectors:
-    """Return vectors, joined from those of their equal shards; a shard that lacks one is zero."""
+    """Return vectors joined from equal shards; a vector that a shard lacks is zero there."""
     joined = {}
     for key in dict.fromkeys(key for shard in shards for key in shard):
         numel = numels[_parameter(key, memory)]

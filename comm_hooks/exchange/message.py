@@ -1,4 +1,4 @@
-"""The vectors of one rank in a round: their residuals, random keys and health."""
+"""The vectors that one rank sends in a round: residuals, random keys, check for NaN."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from comm_hooks.wire.stamp import Stamp
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The settings and helpers of one round on one bucket.
+    """The settings of one round of an exchange on one bucket.
 
     Attributes:
-        stamp: the stamp of the payloads, equal on all ranks.
+        stamp: header words of the payloads, equal on all ranks.
         memory: keeps the residuals of this rank; None for a round without residuals.
-        scale: the present scale of the vectors (loss scaling).
+        scale: the loss scale by which the vectors are multiplied.
         verify: whether residuals are checked to be finite, in one more pass.
         limit: the largest element that the dtype of the mean can hold; the excess joins the
             residual.
-        noise_hook: clips and adds noise.
+        noise_hook: clips and adds noise, for private training; None: neither.
         checks: the headers on an accelerator that are still to be checked.
     """
 
@@ -42,15 +42,15 @@ class RoundContext:
 
 
 class Message:
-    """The vectors that a rank is about to send, with random keys, health and residuals.
+    """The vectors that a rank is about to compress and send, with random keys and residuals.
 
     The constructor adds, in place, any residual that the compressor cannot add itself, so make it
-    after the vectors are filled in.  Only ``groups`` have residuals.
+    after the vectors are filled in.  Only parameters to compress (``groups``) have residuals.
 
     Args:
         vectors: the workspace with the vectors of this rank.
         keys: the random keys of each part of the vectors, one key per row.
-        own_key: a random key of this rank and round, for memories that draw random numbers.
+        own_key: a random key of this rank and round, for residuals that are rounded at random.
         context: the settings of the round.
 
     Raises:
@@ -60,7 +60,7 @@ class Message:
     Attributes:
         matrices: the matrix of each part of the vectors.
         keys: the random keys of each part of the vectors.
-        stamp: the stamp of the round.
+        stamp: header words of the round, equal on all ranks.
         residuals: the residuals still to be added to each part before it is compressed; None
             without a memory.
     """
@@ -106,7 +106,7 @@ class Message:
             self.residuals = [None] * len(self.residuals)
 
     def commit(self, accept: torch.Tensor) -> None:
-        """Store the new residuals, which the groups hold after encoding, in the memory, once.
+        """Store the new residuals, which encoding has left in the workspace; call it once.
 
         Args:
             accept: boolean scalar: whether the vectors of all ranks were finite.
@@ -116,10 +116,10 @@ class Message:
                 self._memory.retain(rows, active & accept, self._scale, self._own_key)
 
     def give_back(self, *, ranks: int = 1, factor: float = 1.0) -> None:
-        """Clamp the mean, which the groups hold after decoding, to the limit of the context.
+        """Clamp the mean, which is in the workspace after decoding, to ``context.limit``.
 
-        The excess joins the residuals of all ranks and arrives later.  A mean that is not finite
-        stays as it is.
+        The excess is added to the residuals of all ranks, so later rounds send it.  A mean
+        that is not finite stays as it is.
 
         Args:
             ranks: a factor of the excess in this rank's residual: the number of ranks if only this
@@ -171,6 +171,6 @@ def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -
     for name, is_bad in zip(rows.names, bad.tolist(), strict=True):
         if is_bad:
             raise ValueError(
-                f"the residual of {name!r} is not finite, and would make all gradients NaN for "
-                "ever: load an older state"
+                f"the error-feedback residual of {name!r} is not finite, and would make all "
+                "gradients NaN for ever: load an older state"
             )

@@ -17,7 +17,7 @@ COLLECTIVE_OF: dict[Place, str] = {
 
 
 class NoiseHook(ABC):
-    """Clips the messages of single ranks and adds noise to their sum, at one place of a round.
+    """Clips the vectors of each rank and adds noise to their sum, at one place of a round.
 
     ``place`` decides on the collective of the round:
 
@@ -26,8 +26,8 @@ class NoiseHook(ABC):
     * ``"message"``: the receivers decompress and clip each payload; noise is added to the sum of
       the clipped vectors.
     * ``"owner"``: the owners of shards receive vectors uncompressed, in float32.  An owner adds
-      noise to the sum of its shard, and compresses the noised mean for all ranks with an error
-      feedback of its own.  The residuals of single ranks are not used.
+      noise to the sum of its shard, and compresses the noised mean for all ranks with error
+      feedback for this shard.  The residuals of the ranks' vectors are not used.
 
     At the first two places all ranks add noise to the same sum, so the noise must be equal on all
     ranks; at the third every rank draws its own.
@@ -37,7 +37,7 @@ class NoiseHook(ABC):
 
     @abstractmethod
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
-        """Clip one rank's message in place; its float32 tensors are parts of one vector.
+        """Clip one rank's message, float32 tensors that together are one vector, in place.
 
         Not called at the place ``"owner"``, where no message arrives whole.
         """

@@ -1,6 +1,7 @@
 """Build and read payloads.
 
-A payload is one contiguous byte string per bucket and rank, of a size that all ranks can compute:
+A payload is one contiguous byte string per bucket and rank, of a size that all ranks can compute.
+Each part is a matrix of vectors with one compressor:
 
     header | rows of part 0 | rows of part 1 | ... | zeros up to a multiple of 8 bytes
 
@@ -27,10 +28,10 @@ from comm_hooks.wire.summed_header import SummedHeader
 
 
 class PayloadFormat:
-    """The format of a payload, with the offset of each part: encodes and decodes payloads.
+    """Encodes matrices as one payload, decodes it, and knows the offset of each matrix in it.
 
     Args:
-        parts: (compressor, number of rows, elements per row) of each part.
+        parts: (compressor, number of rows, elements per row) of each matrix.
         ranks: the global ranks of the participants, in order.
         place: the index of this rank among them.
         summed: whether payloads are summed on the wire; all compressors must be linear.
@@ -65,10 +66,10 @@ class PayloadFormat:
     ) -> Tensor:
         """Return the payload (nbytes,), uint8, of a message.
 
-        With a memory the matrices of the message become, in place, the new residuals.
+        With error feedback the matrices of the message become, in place, the new residuals.
 
         Args:
-            health: replaces the health of the message.
+            health: replaces :attr:`Message.health`.
             out: a tensor that receives the payload.
         """
         return self.encode_all(

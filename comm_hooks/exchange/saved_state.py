@@ -39,7 +39,7 @@ class Position:
         return state
 
     def sends_residuals_of(self, state: State) -> bool:
-        """Return whether later rounds send the residuals of shards that a saved state may hold.
+        """Return whether rounds of this run send the shard residuals in ``state``, if it has any.
 
         ``"auto"`` and ``"hierarchical"`` do not always divide vectors into shards; an exchange that
         has done it under a setting does it again under the same setting.
@@ -49,7 +49,7 @@ class Position:
         return self.collective == state.get("collective") and self.can_shard
 
     def continues(self, states: Sequence[State]) -> bool:
-        """Return whether each rank can load the state that it saved itself."""
+        """Return whether each rank of this run can load the state that the same rank saved."""
         return all(
             self.sends_residuals_of(state)
             and state.get("world_size") == self.world_size
@@ -146,18 +146,18 @@ def check_own(state: State, position: Position) -> None:
 
 
 def check_memory(state: State, memory: Memory | None, known: Collection[str] | None) -> None:
-    """Raise ``ValueError`` if a memory cannot load its part of a state.
+    """Raise ``ValueError`` if an error-feedback memory cannot load the residuals in a state.
 
     Args:
-        memory: None in an exchange without a memory.
+        memory: the memory; None in an exchange without error feedback.
         known: the names of all parameters; None if they are unknown.
     """
     if ("memory" in state) != (memory is not None):
         raise ValueError(
             "the state was saved "
             + ("with" if "memory" in state else "without")
-            + " a memory, but this exchange is configured the other way: give it the memory "
-            "setting with which the state was saved"
+            + " a memory (residuals), but this exchange is configured the other way: set memory to "
+            "what it was when the state was saved"
         )
     if memory is None:
         return
@@ -165,7 +165,7 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
     if state["memory_type"] != here:
         raise ValueError(
             f"the state was saved with {state['memory_type']!r}, but this exchange has {here!r}, "
-            "which cannot go on with it: give the exchange the memory that it had"
+            "which cannot load its residuals: set memory to what it was when the state was saved"
         )
     memory.check(state["memory"])
     memory.for_server().check(state["server_memory"])
@@ -173,13 +173,13 @@ def check_memory(state: State, memory: Memory | None, known: Collection[str] | N
     if known is not None and strangers:
         raise ValueError(
             "the state has residuals of parameters that this model does not have: "
-            f"{', '.join(sorted(strangers)[:3])}"
+            f"{', '.join(sorted(strangers)[:3])}; load a state of this model"
         )
     for name, row in state["memory"].items():
         if row.is_floating_point() and not row.isfinite().all():
             raise ValueError(
-                f"the residual of {name!r} is not finite, and would make all gradients NaN for "
-                "ever: load an older state"
+                f"the error-feedback residual of {name!r} is not finite, and would make all "
+                "gradients NaN for ever: load an older state"
             )
 
 
@@ -197,7 +197,7 @@ def check_complete(states: Sequence[State]) -> None:
         )
     counts = {state.get("ranks_per_node") for state in states}
     if len(counts) > 1:
-        raise ValueError(f"the states were saved with different ranks_per_node: {counts}")
+        raise ValueError(f"load the states of one run, not with different ranks_per_node: {counts}")
     if any(count and len(states) % count for count in counts):
         raise ValueError(
             f"the states are of {len(states)} ranks, which nodes of {counts.pop()} cannot have "

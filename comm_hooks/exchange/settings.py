@@ -50,9 +50,9 @@ class ExchangeSettings:
 
     Args:
         compressor: turns a parameter into a payload.
-        memory: keeps residuals between rounds; None to drop them; ``"auto"``: error feedback if the
-            compressor is biased.  Only the memory's settings are used: each exchange has a memory
-            of its own (:attr:`~comm_hooks.Exchange.memory`).
+        memory: keeps residuals between rounds (:class:`~comm_hooks.ErrorFeedback` and others); None
+            to drop them; ``"auto"``: error feedback if the compressor is biased.  It is a template:
+            each exchange makes an empty copy (:attr:`Exchange.memory`).
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
             bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
@@ -77,7 +77,7 @@ class ExchangeSettings:
             late on all ranks at once, so a denser compressor pays from about five ranks on.
 
     Raises:
-        ValueError: for values and combinations that cannot work.
+        ValueError: for invalid values, and for settings that exclude each other.
 
     Example::
 
@@ -171,8 +171,8 @@ class ExchangeSettings:
                 (:func:`~comm_hooks.config.build`).
 
         Raises:
-            ValueError: for unknown names, with the nearest known name, and for values and
-                combinations that cannot work.
+            ValueError: for unknown names, with the nearest known name; for invalid values; and for
+                settings that exclude each other.
 
         Example::
 
@@ -251,7 +251,7 @@ class ExchangeSettings:
         return len(shape) < self.min_ndim or math.prod(shape) < self.min_numel
 
     def carriers(self, compressor: Compressor | None = None) -> list[str]:
-        """Return the collectives that can carry payloads, the simplest first.
+        """Return the collectives that can carry the compressor's payloads, the simplest first.
 
         Without ``"hierarchical"``, which uses one of these between nodes.
 
@@ -279,8 +279,8 @@ class ExchangeSettings:
                 "sharded": f"{name} gives each rank its own elements",
             }
             raise ValueError(
-                f"collective {self.collective!r} cannot be used: {reasons[self.collective]}; "
-                f"choose from auto, {', '.join(supported)}"
+                f"Exchange: collective {self.collective!r} cannot be used: "
+                f"{reasons[self.collective]}; choose from auto, {', '.join(supported)}"
             )
         self._check_residuals(compressor)
 
@@ -310,7 +310,7 @@ class ExchangeSettings:
 
 
 def require_gradients(settings: ExchangeSettings, who: str) -> None:
-    """Raise ``ValueError`` if the memory sends changes, so that rounds average no gradients."""
+    """Raise ``ValueError``, in the name of ``who``, if rounds average changes of gradients."""
     if settings.memory is not None and settings.memory.sends_changes:
         raise ValueError(
             f"{who}: {settings.memory} sends changes, which an optimizer behind a hook would take "

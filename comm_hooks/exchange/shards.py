@@ -8,14 +8,14 @@ from comm_hooks.exchange.layout import Workspace
 
 
 class Shards:
-    """Equal ranges of the elements of every vector, one for each owner.
+    """Equal ranges of the elements of every vector, one for each rank: the owner of the range.
 
     The owner of an element depends on its parameter alone, not on the bucket or the granularity:
     residuals of owners remain valid when DDP rebuilds its buckets.
 
     Args:
         whole: the workspace to divide.
-        owners: the number of owners.
+        owners: the number of owners (ranks).
 
     Attributes:
         owned: a workspace for one owner's ranges, with the names of ``whole``.  Ranges that are
@@ -81,7 +81,7 @@ def join_from(shards: torch.Tensor, vectors: torch.Tensor) -> None:
 def _pairs(
     shards: torch.Tensor, vectors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of all full shards and their columns, then of the shorter shard, if any."""
+    """Yield views of all full shards and their columns of ``vectors``, then of a shorter one."""
     width = shards.shape[2]
     full = vectors.shape[1] // width if width else 0
     if full:

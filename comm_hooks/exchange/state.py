@@ -49,7 +49,7 @@ class Provenance(Protocol):
         """Return the description as plain values; it is saved with the state."""
 
     def check(self, found: object) -> None:
-        """Raise ``ValueError`` unless a state with this description, or None, may be loaded."""
+        """Raise ``ValueError`` unless a state with this description (None: none) may be loaded."""
 
     def adopt(self, found: object) -> None:
         """Record that a state with this description is being loaded."""
@@ -93,7 +93,7 @@ class ExchangeState:
 
     @property
     def loads(self) -> int:
-        """Twice the steps since the start or the last load, plus 1 after a load, to be compared."""
+        """Twice the steps since start or last load, plus 1 after a load; compared between ranks."""
         return 2 * (self.step - (self.loaded_at or 0)) + (self.loaded_at is not None)
 
     def residual_norm(self) -> float:
@@ -124,7 +124,7 @@ class ExchangeState:
             names: the names of all parameters; None if they are unknown.
 
         Raises:
-            ValueError: if the state does not fit; nothing is changed.
+            ValueError: as :meth:`Exchange.load_state_dict`; nothing is changed.
         """
         check_whole(state)
         check_own(state, position)
@@ -142,7 +142,7 @@ class ExchangeState:
     def load_state_dicts(
         self, states: Sequence[State], position: Position, names: Collection[str] | None
     ) -> None:
-        """Restore the states of all former ranks, in rank order, on any number of ranks.
+        """Restore the states of all ranks of a run, in rank order, on any number of ranks.
 
         See :meth:`Exchange.load_state_dicts`.
         """

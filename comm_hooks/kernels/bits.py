@@ -115,7 +115,7 @@ def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tenso
     Args:
         bits: zeros and ones (n, sets, m), uint8.
         count: the number of set bits in each set.
-        missing: fills the places that a set with fewer bits lacks; None: every set has ``count``.
+        missing: the index that fills up sets with fewer bits; None: every set has ``count``.
 
     Raises:
         PayloadError: on the CPU, if a set has more than ``count`` bits, or fewer with
@@ -129,8 +129,8 @@ def set_places(bits: Tensor, count: int, *, missing: int | None = None) -> Tenso
         counts = np.diff(edges)
         if (counts > count).any() or (missing is None and (counts < count).any()):
             raise PayloadError(
-                f"a payload does not have {count} elements in every block: it is damaged, or of "
-                "another compressor"
+                f"a payload does not have {count} elements in every block: it is damaged, or a "
+                "compressor with other settings wrote it"
             )
         if (counts == count).all():
             result = found.reshape(rows * sets, count) - starts[:-1, None]

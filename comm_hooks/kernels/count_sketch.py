@@ -56,7 +56,7 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
 
 @operator(triton=if_contiguous)
 def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bool) -> None:
-    """Write ``alpha`` times the transpose of :func:`sketch` to ``out``, or ``add`` it.
+    """Write ``alpha`` times the transpose of :func:`sketch` to ``out``, or add it.
 
     Args:
         out: (n, numel), float32.

@@ -17,8 +17,8 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
         std sqrt(-2 log u) (cos 2 pi v, sin 2 pi v)
 
-    with u of 128 bits, so that the tails end at 13.3 standard deviations, and v of 64.  The first
-    call on a GPU compares some numbers with the reference.
+    with u and v uniform in [0, 1): u of 128 bits, so that the tails end at 13.3 standard
+    deviations, and v of 64.  The first call on a GPU compares some numbers with the reference.
 
     Args:
         values: float32, contiguous.
@@ -46,7 +46,7 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
 
 def reference_add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
-    """Do the same as :func:`add_gaussian_` in numpy and torch: the reference.
+    """Add the noise of :func:`add_gaussian_` in numpy and torch: the reference.
 
     A GPU's logarithms, sines and cosines may differ in the last bit of float64.
     """
@@ -74,6 +74,6 @@ def _check(device: torch.device) -> None:
     on_gpu.add_gaussian_(found, 3.0, key, counter)
     if not torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-12):
         raise RuntimeError(
-            f"noise drawn on {device} is not what it must be and does not protect the data: train "
-            "elsewhere, and report the GPU and the versions of its driver and of Triton"
+            f"noise drawn on {device} differs from the reference and does not protect the data: "
+            "train on another device, and report this GPU, its driver's version and that of Triton"
         )

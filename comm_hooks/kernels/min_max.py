@@ -62,7 +62,7 @@ def decode_min_max(
     alpha: float,
     add: bool,
 ) -> None:
-    """Write ``alpha * (low + code * unit)`` of every element to ``out``, or ``add`` it.
+    """Write ``alpha * (low + code * unit)`` of every element to ``out``, or add it.
 
     Args:
         out: (n, numel), float32.

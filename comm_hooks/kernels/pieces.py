@@ -87,9 +87,9 @@ class Pieces:
                 )
 
     def buffer(self, height: int, width: int) -> Tensor:
-        """Return uninitialized float32 memory of this shape, the same at every call.
+        """Return an uninitialized float32 tensor of this shape, over one buffer for all calls.
 
-        The memory is large enough for a piece, also with rows padded to a multiple of 8 elements.
+        The buffer is large enough for a piece with rows padded to a multiple of 8 elements.
         """
         return self._buffer[: height * width].view(height, width)
 

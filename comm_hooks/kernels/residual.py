@@ -1,4 +1,4 @@
-"""A residual still to be added to vectors before they are compressed."""
+"""Error-feedback residuals still to be added to vectors before they are compressed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A residual for each row of a matrix, to be added when the matrix is read next.
+    """Error-feedback residuals of a matrix's rows, to be added when the matrix is read next.
 
     Compressors that read their input piece by piece add it meanwhile, which saves a pass.
 
@@ -52,7 +52,7 @@ class Residual:
         return Residual(blocks, factor)
 
     def factors(self) -> Tensor:
-        """Return the factor of each row, (n,), float32, also if one number is for all rows."""
+        """Return the factor of each row, (n,), float32, even if all rows share one number."""
         if isinstance(self.factor, Tensor):
             return self.factor.flatten()
         return self.vectors.new_full((len(self.vectors),), self.factor, dtype=torch.float32)

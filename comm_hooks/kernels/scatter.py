@@ -9,7 +9,7 @@ from comm_hooks.kernels.operators import if_contiguous, operator
 def scatter_sum(
     out: Tensor, places: Tensor, values: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha`` times the sum over ranks of sparse vectors to ``out``, or ``add`` it.
+    """Write ``alpha`` times the sum over ranks of sparse vectors to ``out``, or add it.
 
     Args:
         out: (n, numel), float32.

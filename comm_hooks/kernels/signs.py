@@ -60,7 +60,7 @@ def encode_signs(
 def decode_signs(
     out: Tensor, scales: Tensor, octets: Tensor, size: int, *, alpha: float, add: bool
 ) -> None:
-    """Write ``alpha`` times the sum of the decoded signs of N ranks to ``out``, or ``add`` it.
+    """Write ``alpha`` times the sum of the decoded signs of N ranks to ``out``, or add it.
 
     The sum is in rank order: all ranks round alike.
 

@@ -1,4 +1,4 @@
-"""Memories: keep residuals of a rank between rounds (error feedback, differences, momentum)."""
+"""Memories, objects that keep residuals of a rank between rounds: error feedback and others."""
 
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.differences import Differences

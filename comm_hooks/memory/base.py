@@ -19,8 +19,8 @@ class Memory(ABC):
     A memory is tied to parameter names: a row of :class:`Rows` may be in another matrix, at another
     place, in the next round.
 
-    ``sends_changes``: a round returns the mean of changes, which the receiver must add up, not the
-    mean of vectors.
+    ``sends_changes``: a round returns the mean of changes since earlier rounds, which the receiver
+    must add up, not the mean of vectors.
 
     ``linear``: except for roundings of float32, the residuals are a linear function of the vectors
     of all rounds and of the payloads.
@@ -33,14 +33,14 @@ class Memory(ABC):
     _dtype = torch.float32
 
     def __init__(self, *prefixes: str) -> None:
-        """Store a row per parameter and prefix; the rows of the last prefix are the residuals."""
+        """Make a store of rows by parameter name for each prefix; the last keeps the residuals."""
         self._stores = {prefix: NamedRows(self._empty) for prefix in prefixes or ("",)}
         self._last = [*self._stores][-1]
         self._kept = self._stores[self._last]
 
     @abstractmethod
     def fresh(self) -> "Memory":
-        """Return an empty memory with the same settings, for another client."""
+        """Return an empty memory with the same settings, for another exchange or client."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
         """Return a memory with copies of all rows, on the same devices."""
@@ -74,22 +74,22 @@ class Memory(ABC):
         Args:
             rows: this round's vectors.
             active: the result of :meth:`active`.
-            scale: the present scale of the gradients (loss scaling).
+            scale: the loss scale by which the vectors are multiplied.
 
         Returns:
-            The residual that the next reader of the vectors has to add; None if all was added.
+            The residual that the compressor still has to add to the rows; None if there is none.
         """
 
     @abstractmethod
     def retain(self, rows: Rows, accept: Tensor, scale: float, key: int) -> None:
-        """Store ``rows.matrix``, which holds the residuals after encoding, where ``accept``.
+        """Store the new residuals, which encoding has left in ``rows.matrix``.
 
         Where ``accept`` (n, 1) is false the stored row does not change.  ``key`` belongs to this
         rank and round, for memories that draw random numbers.
         """
 
     def give_back(self, rows: Rows, excess: Tensor, scale: float) -> None:
-        """Add ``excess``, a part of the mean that its dtype could not hold, to the residual.
+        """Add ``excess``, the part of a mean that its dtype cannot hold, to the residuals.
 
         Call it after :meth:`retain`, on all ranks with the same excess, or on one rank with the
         excess times the number of ranks: the residual of the mean over ranks grows by the excess.
@@ -148,7 +148,7 @@ class Memory(ABC):
     def load_state_dict(
         self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None
     ) -> None:
-        """Replace all residuals.
+        """Replace all residuals by those of a saved state.
 
         Args:
             state: the result of :meth:`state_dict`.
@@ -177,12 +177,12 @@ class Memory(ABC):
         *,
         scale: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Return one state for every rank of a run that continues a run of other ranks.
+        """Return the state with which every rank continues a run of another number of ranks.
 
         The residual of the mean over ranks stays the same on any number of ranks, times ``scale``.
 
         Args:
-            states: the states of all former ranks, in rank order.
+            states: the states that all ranks of the earlier run saved, in rank order.
             of_shards: the residuals of the owners of shards, (numel,) float32 per parameter, which
                 are residuals of the mean itself.
             numels: the number of elements of each parameter.
@@ -216,7 +216,7 @@ class Memory(ABC):
         }
 
     def stored(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return vectors, as of :meth:`vectors`, as the rows of a saved state."""
+        """Return vectors (numel,) as the rows of a saved state: the inverse of :meth:`vectors`."""
         return {name: self._encode(vector[None], (0,))[0] for name, vector in vectors.items()}
 
     def _empty(self, matrix: Tensor) -> Tensor:

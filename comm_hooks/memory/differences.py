@@ -14,7 +14,8 @@ class Differences(Memory):
     """Keeps an estimate of every parameter's vector, shared with the receivers, and sends changes.
 
     EF21 (Richtarik, Sokolov & Fatkhullin, NeurIPS 2021); the Markov compression of CD-Adam (Wang,
-    Lin & Chen, AISTATS 2022).  Per round and parameter, h starting at zero:
+    Lin & Chen, AISTATS 2022).  Per round and parameter, with vector g, estimate h (zero at first),
+    compressor C and decompressor D:
 
     1. d = g - h;
     2. send c = D(C(d));
@@ -68,7 +69,7 @@ class Differences(Memory):
 
 
 class _EagerFeedback(ErrorFeedback):
-    """Error feedback that sends residuals also in rounds without new changes."""
+    """Error feedback that sends residuals even in a round with a vector of zeros."""
 
     def active(self, norms: Tensor) -> Tensor:
         return torch.ones_like(norms, dtype=torch.bool)

@@ -13,7 +13,7 @@ from comm_hooks.requirements import require_choice, require_flag, require_within
 
 
 def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
-    """Return the memory of ``memory="auto"``: error feedback if needed and possible, else None.
+    """Return the memory for ``memory="auto"``: error feedback if needed and possible, else None.
 
     It is needed for biased compressors, and possible for those with bounded residuals.
     """
@@ -23,7 +23,8 @@ def fitting_memory(compressor: Compressor) -> "ErrorFeedback | None":
 class ErrorFeedback(Memory):
     """Keeps the compression error of every parameter and adds it to the next vector.
 
-    Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.  Per round and parameter:
+    Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.  Per round and parameter, with
+    vector g, residual e (zero at first), compressor C and decompressor D:
 
     1. a = g + decay e;
     2. send C(a);
@@ -55,7 +56,7 @@ class ErrorFeedback(Memory):
         require_within(self, "decay", decay, "(0, 1]")
         require_flag(self, "stochastic", stochastic)
         if stochastic and bits != 4:
-            raise ValueError("ErrorFeedback: stochastic rounding is for bits=4 only")
+            raise ValueError(f"ErrorFeedback: stochastic=True needs bits=4, got bits={bits}")
         super().__init__()
         self.bits = bits
         self.linear = bits == 32

@@ -15,7 +15,8 @@ class MomentumCorrection(Memory):
     """Error feedback of the velocity, for sparse compressors: Deep Gradient Compression.
 
     Lin, Han, Mao, Wang & Dally, ICLR 2018, sections 3.1 and 3.2 (momentum correction and momentum
-    factor masking).  Per round and parameter:
+    factor masking).  Per round and parameter, with gradient g, velocity u and residual e (zero at
+    first), compressor C and decompressor D:
 
     1. u = momentum u + g;
     2. a = e + u;
@@ -23,7 +24,7 @@ class MomentumCorrection(Memory):
     4. e = a - c, and u = 0 where c is not 0, unless some rank's vector was not finite, or g is all
        zero: then both stay.
 
-    The momentum is applied before sending, by each rank: the optimizer behind it is plain SGD.
+    Each rank applies the momentum before sending, so use plain SGD as the optimizer.
     Clearing u where an element was sent avoids stale momenta.
 
     Args:

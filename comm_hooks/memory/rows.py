@@ -35,7 +35,7 @@ class NamedRows:
         self._numels: dict[str, int] = {}
 
     def matrix(self, rows: Rows) -> Tensor:
-        """Return the matrix of the stored rows of ``rows``, in their order, to be changed in place.
+        """Return the matrix of stored rows for the parameters of ``rows``, to be changed in place.
 
         Raises:
             ValueError: if a stored row belongs to a parameter of another size.
@@ -48,7 +48,7 @@ class NamedRows:
             if known is not None and known.shape != row.shape:
                 raise ValueError(
                     f"the residual of {name!r} has {known.numel()} elements, but the parameter "
-                    f"needs {row.numel()}: the state belongs to another model"
+                    f"needs {row.numel()}: load a state of this model"
                 )
             if known is not None:
                 row.copy_(known)
@@ -130,7 +130,7 @@ def check_rows(
         if widths is not None and len(row) != widths.get(name):
             raise ValueError(
                 f"the saved residual of {name!r} has {len(row)} elements, but the parameter needs "
-                f"{widths.get(name, 'to be known')}: the state belongs to another model"
+                f"{widths.get(name, 'to be known')}: load a state of this model"
             )
 
 

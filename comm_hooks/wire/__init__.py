@@ -1,1 +1,1 @@
-"""The parts of payloads: headers with stamps and checksums, and coded places and values."""
+"""The encoding of payloads: headers with checksums, and codes for indices and values."""

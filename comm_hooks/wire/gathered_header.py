@@ -1,4 +1,4 @@
-"""The header of payloads that are gathered: stamp, sender and checksum.
+"""The header of payloads that are not summed on the wire: stamp, sender and checksum.
 
 32 bytes, little-endian:
 
@@ -30,7 +30,7 @@ _FINITE_BIT = 24
 
 
 class GatheredHeader(Header):
-    """The header of payloads that are gathered; it also detects damage and wrong senders.
+    """The header of payloads that are not summed; it also detects damage and wrong senders.
 
     Args:
         ranks, place: see :class:`~comm_hooks.wire.header.Header`.
@@ -66,7 +66,8 @@ class GatheredHeader(Header):
             # A foreign payload has no checksum.
             if words[0] == MAGIC and row[_CHECKSUM] != row[-1]:
                 raise PayloadError(
-                    f"the payload of {name} was damaged on the way: its checksum does not fit"
+                    f"the payload of {name} was damaged on the way: its checksum does not fit; "
+                    "check the network and the memory of the nodes"
                 )
             if words[0] == MAGIC and row[_SENDER] != rank:
                 raise PayloadError(

@@ -13,7 +13,7 @@ class PendingChecks:
     """Headers on an accelerator that are still to be checked.
 
     They are copied to the CPU while the accelerator computes, and checked in the order of their
-    rounds, also if their buckets no longer exist.
+    rounds, even if their buckets no longer exist.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class PendingChecks:
         return found.device.type != "cpu"
 
     def add(self, found: Tensor, step: int, check: Callable[[Tensor], None]) -> None:
-        """Call ``check`` later with a copy of ``found`` on the CPU."""
+        """Let :meth:`wait` call ``check`` with a CPU copy of ``found``, the headers of ``step``."""
         copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         copy.copy_(found, non_blocking=True)
         event = torch.Event(found.device)
@@ -37,10 +37,10 @@ class PendingChecks:
         self._pending.append((step, copy, event, check))
 
     def wait(self, *, before: int | None = None) -> None:
-        """Wait for all headers, or those of steps before ``before``, and check them.
+        """Wait for the headers of all steps, or of steps before ``before``, and check them.
 
         Raises:
-            PayloadError: for the first header that does not fit; the others are dropped.
+            PayloadError: for the first header that is wrong; the others are dropped.
         """
         pending = self._pending
         due = [each for each in pending if before is None or each[0] < before]
@@ -55,7 +55,7 @@ class Header(ABC):
 
     On the CPU they check it at once.  On an accelerator a payload that does not fit turns the mean
     into NaN, and the next step raises (:class:`PendingChecks`): optimizers that check the gradient
-    skip the step, as a ``GradScaler`` does; a plain one makes its parameters NaN.
+    skip the step, as a ``GradScaler`` does; other optimizers make their parameters NaN.
 
     Args:
         ranks: the global ranks of the participants, in order.
@@ -85,7 +85,7 @@ class Header(ABC):
     def check(
         self, payloads: Tensor, stamp: Stamp, checks: PendingChecks, senders: str = "rank"
     ) -> Tensor:
-        """Check that payloads belong together; return 0 if all vectors were finite, else NaN.
+        """Check that all payloads have this stamp; return 0 if all vectors were finite, else NaN.
 
         Args:
             payloads: the received payloads: (N, nbytes), uint8, in rank order, or their sum on the
@@ -95,8 +95,8 @@ class Header(ABC):
             senders: the word for a sender in errors, such as "rank".
 
         Raises:
-            PayloadError: on all ranks alike, if the payloads do not belong together; on its
-                receivers, if one is damaged.
+            PayloadError: on all ranks alike, if the stamps of payloads differ; on the receivers of
+                a damaged payload.
         """
         found, health = self._read(payloads)
         if not checks.must_wait(found):
@@ -107,12 +107,12 @@ class Header(ABC):
 
     @abstractmethod
     def _read(self, payloads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the part of the headers to check, a small tensor, and the senders' health."""
+        """Return the header words to check, a small tensor, and 0 if all are finite, else NaN."""
 
     @abstractmethod
     def _require_fit(self, found: Tensor, stamp: Stamp, senders: str) -> None:
-        """Raise ``PayloadError`` if ``found``, a CPU tensor of :meth:`_read`, does not fit."""
+        """Raise ``PayloadError`` if ``found``, a CPU tensor of :meth:`_read`, has another stamp."""
 
     @abstractmethod
     def _fits(self, found: Tensor, stamp: Stamp) -> Tensor:
-        """Return whether ``found`` fits the stamp, a boolean tensor, (), without waiting."""
+        """Return whether ``found`` has this stamp: a boolean tensor, (), without waiting."""

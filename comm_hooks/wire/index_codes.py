@@ -1,6 +1,6 @@
 """Choose the code for the places (indices) of a block's kept elements.
 
-Bits for each kept place, against the entropy of a random set:
+Bits per index for k random indices out of C, against the entropy:
 
      k of C       entropy   Rice   Elias-Fano   fixed width
      4 of 4096      10.85  11.18        11.75            12
@@ -18,7 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the code of a name, or another code that is smaller, as where many places are kept.
+    """Return the named code for ``count`` of ``universe`` places, or a smaller one if any.
 
     Example::
 

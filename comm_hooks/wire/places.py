@@ -44,7 +44,7 @@ class PlacesCode(ABC):
 
     @abstractmethod
     def stream_bits(self, sets: int) -> int:
-        """Return the length in bits of the stream, which precedes the low bits of all indices."""
+        """Return the length in bits of the stream of ``sets`` sets, without the low bits."""
 
     def nbytes(self, sets: int) -> int:
         """Return the number of bytes that ``sets`` coded sets take together."""
@@ -68,7 +68,7 @@ class PlacesCode(ABC):
     def decode(
         self, octets: Tensor, sets: int, first: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the indices (n, sets, count), int64, and whether there was room for each of them.
+        """Return the indices (n, sets, count), int64, and which are valid, as :meth:`encode` does.
 
         Damaged bytes give meaningless indices in ``range(universe)``, or raise: an accelerator
         writes to these places before the checksum is known.
@@ -78,7 +78,7 @@ class PlacesCode(ABC):
         """
 
     def _join(self, bits: Tensor, numbers: Tensor) -> Tensor:
-        """Return bytes (n, nbytes): a stream (n, stream_bits), then the low bits of numbers."""
+        """Return bytes (n, nbytes): a stream of bits (n, stream_bits), then numbers' low bits."""
         lows = (numbers & ((1 << self.low_bits) - 1)).flatten(1)
         return torch.cat([pack_bits(bits), pack_codes(lows, self.low_bits)], dim=1)
 

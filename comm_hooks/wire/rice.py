@@ -5,7 +5,7 @@ g becomes g >> b in unary (that many zeros and a one) and its b low bits as they
 
 The number of bits depends on the gaps.  Their sum in a set of C places is at most C, so sets differ
 little, and many sets together hardly: the unary bits of all sets of a row share one stream with
-slightly more room than random sets take.  Elements that do not fit are left out, and join the
+slightly more room than random sets take.  Elements that do not fit are not sent, and stay in the
 residual; the largest elements in gradients and momenta of transformers take within 2 % of the bits
 of random ones, so it is rare.
 """
@@ -81,7 +81,7 @@ class Rice(PlacesCode):
 
 
 def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
-    """Return (n, sets, count) with each row's sets rotated so that set ``first`` comes first."""
+    """Return ``coded`` (n, sets, count), rotated so that set ``first`` of each row comes first."""
     rows, sets, _ = coded.shape
     order = torch.arange(sets) + torch.from_numpy(first)[:, None]
     order = order % sets + torch.arange(0, rows * sets, sets)[:, None]
@@ -90,14 +90,14 @@ def _rotated(coded: Tensor, first: npt.NDArray[np.int64]) -> Tensor:
 
 
 def _if_some_lack(present: Tensor, first: npt.NDArray[np.int64]) -> Tensor | None:
-    """Return ``present``, rotated; None if all are present, known on the CPU only."""
+    """Return ``present``, rotated by ``first``; on the CPU None if all indices are present."""
     is_known = present.device.type == "cpu"  # an accelerator would have to be waited for
     return None if is_known and bool(present.all()) else _rotated(present, first)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parameter(universe: int, count: int) -> tuple[int, float]:
-    """Return the b of the shortest code, and the expected unary bits of a random set."""
+    """Return the low bits b of the shortest code, and a random set's expected unary bits."""
     best = (0, math.inf)
     for low_bits in range(universe.bit_length()):
         unary = count * (1 + _expected_quotient(universe, count, 1 << low_bits))
@@ -107,7 +107,7 @@ def _parameter(universe: int, count: int) -> tuple[int, float]:
 
 
 def _expected_quotient(universe: int, count: int, divisor: int) -> float:
-    """Return the mean of gap // divisor over random sets: the sum of P(gap >= j divisor)."""
+    """Return the mean of gap // divisor in random sets: the sum of P(gap >= j divisor), j >= 1."""
 
     def log_choose(n: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(n - count + 1)

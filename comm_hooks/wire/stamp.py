@@ -1,6 +1,6 @@
-"""The stamp, equal in all payloads of one bucket and step, and the errors for unequal stamps.
+"""The stamp: header words that are equal in all payloads of one bucket and step.
 
-Every rank receives the stamps of all ranks, so that all of them refuse a round with the same error.
+Every rank receives the stamps of all ranks; if they differ, all ranks raise the same error.
 """
 
 import zlib
@@ -24,12 +24,12 @@ known ones."""
 
 @dataclass(frozen=True)
 class Stamp:
-    """Fields that are equal in all payloads of one bucket and step.
+    """Header words that identify step and settings, equal in all payloads of a bucket and step.
 
     Args:
         configuration: a digest of settings and layout; see :func:`digest`.
         step: the step of the exchange.
-        loads: twice the exchanges since the start or the last load, plus 1 after a load.
+        loads: twice the steps since the start or the last loaded state, plus 1 after a load.
         hyperparameters: a digest of the optimizer's hyperparameters in this step.
         model: a fingerprint of the replicas, an int32 scalar on the payloads' device
             (``comm_hooks.wire.checksum.fingerprint``); 0 in steps without a comparison.
@@ -42,11 +42,11 @@ class Stamp:
     model: int | Tensor = 0
 
     def words(self) -> list[int]:
-        """Return magic number and fields as 32-bit numbers.  Waits for an accelerator."""
+        """Return the magic number and the fields as 32-bit numbers; may wait for an accelerator."""
         return [*self.known_words(), int(self.model) & _MASK]
 
     def known_words(self) -> list[int]:
-        """Return :meth:`words` without the model's, which may be on an accelerator."""
+        """Return :meth:`words` without the fingerprint, which may be on an accelerator."""
         words = (MAGIC, self.configuration, self.step, self.loads, self.hyperparameters)
         return [word & _MASK for word in words]
 
@@ -119,14 +119,14 @@ def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int
             "order",
             f"the payload of {who} belongs to another step than that of {others}: let all ranks "
             "take the same steps, from states of the same step",
-            f"{who} has loaded a state by itself, {others} not: load one on all ranks, between the "
-            "same steps, or on none",
+            f"{who} has loaded a state by itself, {others} not: load a state on all ranks, "
+            "after the same step, or on none",
             f"the optimizer of {who} has other hyperparameters in this step than that of "
             f"{others}, or trains other parameters, or has taken another number of steps: schedule "
-            "the learning rate, what is frozen and everything else alike on all ranks, which must "
-            "all take as many steps",
-            f"the parameters of {who} are not those of {others}: something has changed them on one "
-            "side only; resume from a checkpoint (verify_every=0 skips the comparison, for "
+            "learning rates and frozen parameters alike on all ranks, and let all ranks take the "
+            "same number of steps",
+            f"the parameters of {who} are not those of {others}: only some ranks have changed "
+            "theirs; resume all from one checkpoint (verify_every=0 skips the comparison, for "
             "machines with different arithmetic)",
         )[number - 1]
     )

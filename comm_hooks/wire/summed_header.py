@@ -7,8 +7,8 @@ All sums are exact for up to 8,192 ranks:
 
 The health is 0 if all elements of the rank's vector are finite, else NaN.  Each rank adds its
 :class:`~comm_hooks.wire.stamp.Stamp` to those of the others and writes 24 bits of it to its own
-mark, where the others add nothing.  So the marks tell the ranks with another stamp, and the sums
-the fields.
+mark, where the others add nothing.  So the marks identify the ranks with another stamp, and the
+sums the fields that differ.
 
 The body has no checksum: a sum is rounded, which hides earlier damage.
 """
@@ -119,11 +119,14 @@ def _damaged(senders: str, ranks: Sequence[int]) -> str:
     who = f"{senders} {ranks[0]}"
     if len(ranks) > 1:
         who = f"one of {senders}s {', '.join(map(str, ranks))}"
-    return f"the payload of {who} was damaged on the way to the sum: its header does not fit"
+    return (
+        f"the payload of {who} was damaged on the way to the sum: its header does not fit; check "
+        "the network and the memory of the nodes"
+    )
 
 
 def _join(pieces: Tensor) -> list[int | None]:
-    """Return 32-bit words, joined from their pieces; None where pieces are not valid."""
+    """Return 32-bit words, joined from pieces of 11 bits; None where a piece is no such number."""
     words: list[int | None] = []
     for parts in pieces.view(-1, _PIECES).tolist():
         if all(part.is_integer() and 0 <= part < 1 << _PIECE_BITS for part in parts):

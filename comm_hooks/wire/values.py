@@ -37,8 +37,8 @@ class ValueCode:
 
     In 1 to 4 bits a value is its sign (zero counts as positive) and one of 1, 2, 4 or 8 magnitudes.
 
-    * 1: the mean magnitude of neighbouring sets that together have 256 values or more, in a
-      sixteenth of an octave below the largest of its row (and zero from 16 octaves on);
+    * 1: the mean magnitude of neighbouring sets that together have 256 values or more, in steps of
+      1/16 octave below the largest of its row (and zero from 16 octaves on);
     * 2: that mean times one of two numbers, which all sets of a row share: with r a magnitude over
       its mean, the means of those r that are at most 1 and of those above;
     * 3: times one of four: those two groups are divided once more at their means;

@@ -97,5 +97,5 @@ def test_a_residual_that_is_not_finite_is_an_error_where_it_is_looked_at(memory:
             stored = matrix if matrix.dtype == torch.float32 else matrix[:, :4].view(torch.float32)
             stored[0, 0] = math.inf
     exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})
-    with pytest.raises(ValueError, match="the residual of 'v' is not finite"):
+    with pytest.raises(ValueError, match="residual of 'v' is not finite"):
         exchange.average_({"w": torch.randn(8, 8), "v": torch.randn(4, 8)})

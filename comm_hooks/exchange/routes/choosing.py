@@ -39,7 +39,7 @@ def choose_route(
         ranks_per_node: if given, only the exchange between nodes is compressed.
 
     Raises:
-        ValueError: if no route with these settings supports a noise hook at that place.
+        ValueError: if the settings or the compressor exclude a noise hook at that place.
     """
     if ranks_per_node is not None:
         if place:
@@ -61,8 +61,8 @@ def choose_route(
     if not carriers:
         assert place
         raise ValueError(
-            f"a noise_hook at the {place} needs collective={COLLECTIVE_OF[place]!r}, which "
-            f"{compressor} with collective={settings.collective!r} cannot have"
+            f"a noise_hook at the {place} needs collective={COLLECTIVE_OF[place]!r}, but "
+            f"{compressor} with collective={settings.collective!r} cannot have that: change either"
         )
     compressors = layout.compressors(
         compressor or Identity(), settings.exempt if compressor else Identity()
@@ -109,9 +109,9 @@ def _over_nodes(
 def _downlink(
     layout: Layout, settings: ExchangeSettings, compressor: Compressor | None
 ) -> list[Compressor] | None:
-    """Return the compressors of the means; None if they are the compressors of the vectors.
+    """Return the compressors of the means that shard owners send; None: those of the vectors.
 
-    A round with a compressor that is not the one in the settings uses it in both directions.
+    A round with another compressor than that of the settings uses it in both directions.
     """
     if settings.downlink is None or compressor != settings.compressor:
         return None

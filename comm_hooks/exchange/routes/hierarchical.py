@@ -108,7 +108,7 @@ class Hierarchical(Route):
         return payloads[:, first : first + 4 * sum(self._numels)].view(torch.float32)
 
     def _pairs(self, shards: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, of shards (L, numel of a shard), a view (L, rows, width) for each matrix."""
+        """Yield, for each matrix, a view (L, rows, width) of its shards, and the matrix."""
         sizes = [len(m) * width for m, width in zip(self._matrices, self._widths, strict=True)]
         for matrix, part in zip(self._matrices, shards.split(sizes, dim=1), strict=True):
             yield part.unflatten(1, (len(matrix), -1)), matrix

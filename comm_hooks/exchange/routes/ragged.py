@@ -1,4 +1,4 @@
-"""The first leg of the sharded route alone, for the shards of FSDP2."""
+"""A compressed reduce-scatter, the first half of the sharded route, for the shards of FSDP2."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ class RaggedShards:
         return (self._transport.world_size - 1) * self._nbytes
 
     def reduce(self, context: Sequence[RoundContext], *, factor: float = 1.0) -> Round[None]:
-        """Return a round that writes ``factor`` times the mean to the workspace of this shard.
+        """Return a round that writes ``factor`` times the mean to this rank's shard in its layout.
 
         Args:
             context: the settings of the round for each shard; they differ in their stamps.

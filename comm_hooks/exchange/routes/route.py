@@ -23,12 +23,12 @@ class Route(ABC):
 
     @property
     def traffic_between_nodes(self) -> int:
-        """The part of :attr:`traffic` that leaves the node; 0 in routes that do not know nodes."""
+        """The part of :attr:`traffic` that leaves the node; 0 in routes without nodes."""
         return 0
 
     @abstractmethod
     def reduce(self, context: RoundContext) -> Round[None]:
-        """Return a round that replaces the workspace by its mean over ranks; NaN if not finite."""
+        """Return a round that averages the workspace over ranks; NaN if any is not finite."""
 
 
 class CompressedRoute(Route):

@@ -3,7 +3,7 @@
 They hash bit for bit as a CPU does: rotations and offsets of signs, some hundreds of numbers, are
 drawn on the CPU, and the signs are those of :mod:`comm_hooks.kernels.triton.random_signs`.
 
-Both directions reach 60 % of a copy:
+Both directions reach 60 % of the bandwidth of a copy:
 
 * sketch: reads every element once, in runs of consecutive addresses, and writes only the sums.  A
   program owns a range of sums and goes through all rows, so there are no atomic additions and the
@@ -88,7 +88,7 @@ def _unsketch(
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write the elements of a part of one line; the part lies in one window of signs."""
+    """Write the decoded elements of a range of one line, within one window of signs."""
     line = tl.program_id(0) // tiles
     vector = (line // count).to(tl.int64)
     start = tl.program_id(0) % tiles * COLUMNS

@@ -4,7 +4,7 @@ PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumP
 10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
 same words as NumPy.
 
-It does not reach 60 % of a copy: float64 arithmetic takes longer than the memory.
+It does not reach 60 % of the bandwidth of a copy: float64 arithmetic takes longer than memory.
 """
 
 import struct

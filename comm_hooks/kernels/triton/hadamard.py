@@ -10,7 +10,7 @@ elements, which are whole transactions of memory.
 The factors of H are 1 and -1, and each float32 is a sum of three bfloat16 numbers.  So products are
 exact, and their sums are float32.
 
-One pass reaches 60 % of a copy; a second pass halves that share.
+One pass reaches 60 % of the bandwidth of a copy; a second pass halves that share.
 
 An element that is not finite spreads over all elements of its program: 4096, or one transform.
 """

@@ -4,7 +4,7 @@ The table is packed into bits, 260 kB, which fit the caches; the float32 table w
 traffic.  The bit of a sign is moved to the sign bit of the element, so a GPU draws the same bits as
 a CPU, and sketches stay unbiased over their keys.
 
-Multiplying reaches 60 % of a copy.
+Multiplying reaches 60 % of the bandwidth of a copy.
 """
 
 import functools

@@ -4,7 +4,7 @@ One decoder after the other would read and write the whole vector once per rank.
 owns a block: it writes zeros, unless it adds to the result, and then adds the entries of rank 0, 1,
 ...  All ranks add in the same order and get the same bits.
 
-It reaches 60 % of a copy: the entries are added in the cache, which holds the block.
+It reaches 60 % of the bandwidth of a copy: the cache holds the block to which entries are added.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """GPU kernels: encode signs, one bit per element and a scale per block, and decode them.
 
-Each reaches 60 % of a copy:
+Each reaches 60 % of the bandwidth of a copy:
 
 * encode: a program holds a block in registers, so every element is read once, for its magnitude,
   its sign and its residual.  With ``subtract`` it is written once, too, as in a copy.  A residual
@@ -119,7 +119,7 @@ def encode_signs(
     Args:
         rows: (n, numel), float32, contiguous.
         size: at most ``LARGEST_BLOCK``, and a multiple of 8: a byte of signs has one writer.
-        residual, subtract, scales: see the other function.
+        residual, subtract, scales: see :func:`comm_hooks.kernels.signs.encode_signs`.
     """
     count, numel = rows.shape
     blocks = triton.cdiv(numel, size)

@@ -1,6 +1,6 @@
 """GPU kernel: add a residual and choose the largest elements of every block, in one pass.
 
-1. v = x + factor e, for the elements of one block, in registers; it replaces x;
+1. v = x + factor e, with the elements x of one block and the residual e; it replaces x;
 2. magnitudes of floats are ordered like their bits as integers, so the k-th largest of a block is
    found by bisecting integers: count the larger ones, continue in one half.  The search ends when a
    threshold splits off exactly k; else it ends at the k-th largest, and the first of its ties are
@@ -11,8 +11,8 @@
 Coding the k values is separate: blocks share scales (comm_hooks/wire/values.py), so the payload,
 and with it the residual, depends on all blocks.
 
-With a residual it reaches 60 % of a copy: x and e are read and v is written once.  Without one the
-search is the same for a third of the bytes, and 60 % are out of reach.
+With a residual it reaches 60 % of the bandwidth of a copy: x and e are read and v is written once.
+Without one the search is the same for a third of the bytes, and 60 % are out of reach.
 """
 
 import torch
@@ -30,7 +30,7 @@ _REGISTERS = 80
 
 @triton.jit
 def _threshold(keys, count, LENGTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Return a t with exactly ``count`` keys >= t; if ties prevent that, return their key."""
+    """Return a t with exactly ``count`` keys >= t, or with ties the ``count``-th largest key."""
     maxima = tl.max(tl.reshape(keys, [GROUPS, LENGTH // GROUPS]), 1)
     low = tl.min(maxima, 0)
     high = tl.max(maxima, 0)

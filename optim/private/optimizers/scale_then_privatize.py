@@ -6,12 +6,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import Group, Tensors
-from comm_hooks.optim.moments import corrected, roots
-from comm_hooks.optim.private.optimizers.descent import Factors, buffers
-from comm_hooks.optim.private.optimizers.dp_adam import MomentsOptimizer
+from comm_hooks.optim.moments import average_, average_squares_, corrected, roots
+from comm_hooks.optim.private.optimizers.descent import Descent, Factors, buffers
 
 
-class ScaleThenPrivatize(MomentsOptimizer):
+class ScaleThenPrivatize(Descent):
     r"""Adam that scales gradients by its own earlier moments before they are clipped and noised.
 
     Needs no public data: the scale comes from gradients that were released before.  With g_i the
@@ -80,6 +79,13 @@ class ScaleThenPrivatize(MomentsOptimizer):
         v_hat = corrected(buffers(self, parameters, "exp_avg_sq"), group["betas"][1], steps)
         return roots(v_hat, group["scale_eps"])
 
-    def _move(self, x: Tensors, gradients: Tensors, parameters: Tensors, group: Group) -> None:
+    def _directions(self, parameters: Tensors, gradients: Tensors, group: Group) -> Tensors:
+        beta1, beta2 = group["betas"]
         unscaled = list(torch._foreach_mul(gradients, self._unscales(parameters, group)))
-        super()._move(x, unscaled, parameters, group)
+        steps = self._count(parameters)
+        m, v = buffers(self, parameters, "exp_avg"), buffers(self, parameters, "exp_avg_sq")
+        average_(m, unscaled, beta1)
+        average_squares_(v, unscaled, beta2)
+        divisors = roots(corrected(v, beta2, steps), group["eps"])
+        torch._foreach_mul_(divisors, [1 - beta1**t for t in steps])
+        return list(torch._foreach_div(m, divisors))
