@@ -37,7 +37,7 @@ def rebuild(kind: Any, value: Any, where: str = "") -> Any:
     if origin in (Union, types.UnionType):
         absent = value is None and type(None) in arguments
         return None if absent else rebuild(arguments[0], value, where)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         values = _checked(value, dict, where)
         known = {each.name: each for each in fields(kind)}
         for name, each in known.items():
