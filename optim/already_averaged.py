@@ -4,7 +4,7 @@ import gc
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,6 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.frameworks.ddp.model import hooks_of
 from comm_hooks.shards import whole
-
-if TYPE_CHECKING:
-    from comm_hooks.optim.exchanging import ExchangingOptimizer
-    from comm_hooks.optim.rounds.local_rounds import LocalRounds
 
 # Ours, and PyTorch's own.
 _HOOKS_THAT_SEND_NOTHING = ("skip_hook", "noop_hook")
@@ -133,7 +129,7 @@ class AveragingCheck:
 
     def check(
         self,
-        optimizer: "ExchangingOptimizer | LocalRounds",
+        optimizer: Any,
         parameters: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
@@ -176,7 +172,7 @@ class AveragingCheck:
         self._is_done = len(findings) > 1
 
 
-def require_consistent(optimizer: "ExchangingOptimizer | LocalRounds") -> None:
+def require_consistent(optimizer: Any) -> None:
     """Raise ``ConfigMismatchError`` on all ranks if settings differ within a sharded model.
 
     An exchange compares the settings of the ranks that exchange; this compares those of all ranks
