@@ -73,11 +73,11 @@ class FedAvg(LocalRounds):
     ) -> None:
         clients: Any = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         check_hyperparameters(self, **clients, server_lr=server_lr, server_momentum=server_momentum)
-        members: Any = list(params)  # iterated over twice
+        own, plain = _groups(params)
         super().__init__(
-            SGD(members, **clients),
+            SGD(own, **clients),
             exchange,
-            SGD(members, lr=server_lr, momentum=server_momentum),
+            SGD(plain, lr=server_lr, momentum=server_momentum),
             local_steps=local_steps,
             participation=participation,
         )
@@ -121,11 +121,11 @@ class DiLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        members: Any = list(params)  # iterated over twice
+        own, plain = _groups(params)
         super().__init__(
-            AdamW(members, **settings),
+            AdamW(own, **settings),
             exchange,
-            _nesterov(members, outer_lr, outer_momentum),
+            _nesterov(plain, outer_lr, outer_momentum),
             local_steps=local_steps,
             fragments=fragments,
         )
@@ -171,11 +171,11 @@ class LocalAdamW(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        members: Any = list(params)  # iterated over twice
+        own, plain = _groups(params)
         super().__init__(
-            type(self)._make_inner(members, **settings),
+            type(self)._make_inner(own, **settings),
             exchange,
-            SGD(members, lr=outer_lr, momentum=outer_momentum),
+            SGD(plain, lr=outer_lr, momentum=outer_momentum),
             local_steps=local_steps,
             fragments=fragments,
         )
@@ -185,6 +185,22 @@ class LocalLaProp(LocalAdamW):
     """:class:`LocalAdamW` with :class:`~comm_hooks.optim.LaProp` as the inner optimizer."""
 
     _make_inner = LaProp
+
+
+def _groups(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return parameters or groups twice: as given, and without the settings of groups.
+
+    Each setting of a group is an argument of one of the two optimizers, not of both.
+    """
+    given = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in params]
+    kept = ("params", "param_names")
+    return given, [
+        {key: g[key] for key in kept if key in g} if isinstance(g, dict) else g for g in given
+    ]
+
+
+def _listed(members: Any) -> Any:
+    return members if isinstance(members, torch.Tensor) else list(members)  # iterated over twice
 
 
 def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
@@ -314,9 +330,9 @@ class SparseLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        members: Any = list(params)  # iterated over twice
-        server = SGD(members, lr=outer_lr)
-        super().__init__(AdamW(members, **settings), exchange, server, local_steps=local_steps)
+        own, plain = _groups(params)
+        server = SGD(plain, lr=outer_lr)
+        super().__init__(AdamW(own, **settings), exchange, server, local_steps=local_steps)
         memory = exchange.memory
         if not isinstance(memory, ErrorFeedback) or memory.decay == 1:
             raise ValueError(
@@ -489,9 +505,9 @@ class SAFL(LocalRounds):
         require_flag(self, "amsgrad", amsgrad)
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, local_lr=local_lr)
-        members: Any = list(params)  # iterated over twice
-        inner = SGD(members, lr=local_lr)
-        server = (AMSGrad if amsgrad else Adam)(members, **settings)
+        own, plain = _groups(params)
+        inner = SGD(plain, lr=local_lr)
+        server = (AMSGrad if amsgrad else Adam)(own, **settings)
         super().__init__(
             inner, exchange, server, local_steps=local_steps, participation=participation
         )

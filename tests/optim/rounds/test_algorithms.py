@@ -33,6 +33,7 @@ from comm_hooks.optim.rounds import (
     Participation,
     SparseLoCo,
 )
+from comm_hooks.optim.rounds.algorithms import LocalAdamW
 from tests.optim.references import check
 from tests.optim.rounds.problem import (
     SHAPES,
@@ -451,3 +452,28 @@ def test_v_hat_follows_a_model_that_is_moved() -> None:
     assert {p.device.type for p in rounds.parameters} == {"meta"}
     statistics = rounds.inner.statistics()  # type: ignore[attr-defined]
     rounds.inner.set_statistics(statistics)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (FedAvg, {}),
+        (DiLoCo, {}),
+        (SparseLoCo, {"memory": ErrorFeedback(decay=0.95)}),
+        (LocalAdamW, {}),
+        (SAFL, {"compressor": CountSketch(ratio=0.5)}),
+    ],
+)
+def test_a_groups_settings_are_those_of_one_optimizer(kind: Any, options: dict[str, Any]) -> None:
+    parameters = list(make_parameters().items())
+    groups: list[dict[str, Any]] = [
+        {"params": iter(parameters[:1]), "lr": 0.5, "weight_decay": 0.25},
+        {"params": parameters[1:]},
+    ]
+    exchange = Exchange(**{"compressor": Identity(), **options}, transport=Simulated(1)[0])
+    rounds = kind(groups, exchange, local_steps=2)
+    own, other = (rounds.server, rounds) if kind is SAFL else (rounds, rounds.server)
+    assert [group["lr"] == 0.5 for group in own.param_groups] == [True, False]
+    for name in ("lr", "weight_decay"):
+        assert len({group[name] for group in other.param_groups}) == 1
+    assert "lr" in groups[0]
