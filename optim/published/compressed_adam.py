@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.moments import adamw_, average_, count_step, descend_, roots, values, zeros
-from comm_hooks.optim.published.one_bit import FreezingOptimizer
+from comm_hooks.optim.published.freezing import FreezingOptimizer
 from comm_hooks.requirements import require_flag
 
 # Travels with the gradients, under a name that no parameter has.

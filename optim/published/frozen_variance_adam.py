@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
 from comm_hooks.optim.hyperparameters import check_freeze_step, check_hyperparameters
 from comm_hooks.optim.moments import average_, average_squares_, count_step, prepared, values
-from comm_hooks.optim.published.one_bit import step_
+from comm_hooks.optim.published.freezing import step_
 
 
 class FrozenVarianceAdam(BatchedOptimizer):

@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Tensors, held
 from comm_hooks.optim.moments import average_, average_squares_, count_step, values
-from comm_hooks.optim.published.one_bit import SIGNS, FreezingOptimizer, step_
+from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, step_
 
 
 class OneBitAdam(FreezingOptimizer):

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.moments import average_squares_, averages_, count_step, values
-from comm_hooks.optim.published.one_bit import (
+from comm_hooks.optim.published.freezing import (
     SIGNS,
     FreezingOptimizer,
     denominators,

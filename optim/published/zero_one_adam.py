@@ -10,7 +10,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import average_squares_, count_step, decay_, values
-from comm_hooks.optim.published.one_bit import SIGNS, denominators, directions, momenta
+from comm_hooks.optim.published.freezing import SIGNS, denominators, directions, momenta
 from comm_hooks.requirements import require_positive
 
 

@@ -13,7 +13,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
 from comm_hooks.exchange.settings import require_gradients
-from comm_hooks.frameworks.deepspeed import checkpoint, optimizer, reductions
+from comm_hooks.frameworks.deepspeed import checkpoint, exchanging_optimizers, reductions
 from comm_hooks.frameworks.deepspeed.settings import BLOCK, EngineSettings, find_block, named_groups
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
 from comm_hooks.optim import LocalRounds
@@ -119,7 +119,7 @@ def wrap_constructor() -> None:
             parsed.optimizer_name = parsed.optimizer_params = None
             parsed.optimizer_legacy_fusion = False
             parsed.zero_allow_untested_optimizer = True
-        with optimizer.paused(given.get("optimizer")):
+        with exchanging_optimizers.paused(given.get("optimizer")):
             construct(*call.args, **call.kwargs)
         attach(given["self"], settings)
 
@@ -168,7 +168,7 @@ def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
     if settings.exchange is not None and engine.basic_optimizer is None:
         warn_program(f"{BLOCK}: this engine has no optimizer, so no gradients are exchanged")
         return None
-    owned = optimizer.attach(engine)
+    owned = exchanging_optimizers.attach(engine)
     # An engine without an exchange would leave the others waiting at the first one.
     presence = {BLOCK: "absent" if owned is None and settings.exchange is None else "present"}
     transport = TorchDistributed()
