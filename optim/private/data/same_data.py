@@ -78,7 +78,10 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
 
 
 def _digests(dataset: Any, place: int, key: bytes) -> dict[str, str | None]:
-    """Return digests of the values in a sample by path; None for values that cannot be compared."""
+    """Return, by key path, a keyed digest of each value in sample ``place``.
+
+    The digest is None if the value differs when the sample is read again, as with augmentation.
+    """
     first, second = ({p: _digest(v, key) for p, v in _parts(dataset[place])} for _ in range(2))
     return {path: value if second.get(path) == value else None for path, value in first.items()}
 
