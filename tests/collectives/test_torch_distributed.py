@@ -60,7 +60,7 @@ def use_what_was_destroyed() -> list[str]:
 def test_a_group_that_was_destroyed_is_called_so(ranks_of: RanksOf) -> None:
     for first, second in ranks_of(2).run(use_what_was_destroyed):
         assert first == second
-        assert "make optimizers and hooks anew" in first
+        assert "make new optimizers and hooks" in first
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
