@@ -25,7 +25,7 @@ class StoreGather:
 
     1. every rank stores its value and a digest of it;
     2. it reads the digests of all ranks, and waits for those that are missing;
-    3. it reads the values with other digests than its own.
+    3. it reads the values that have another digest than its value.
 
     Args:
         store: the key-value store of these ranks.

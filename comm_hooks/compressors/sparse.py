@@ -1,4 +1,4 @@
-"""Compressors that send some of the elements: the largest, random ones, or one part per rank."""
+"""Compressors that send some elements: the largest, random ones, or 1/N for each of N ranks."""
 
 import math
 from dataclasses import dataclass

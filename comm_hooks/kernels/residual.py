@@ -12,7 +12,7 @@ from torch import Tensor
 class Residual:
     """Error-feedback residuals of a matrix's rows, to be added when the matrix is read next.
 
-    Compressors that read their input piece by piece add it meanwhile, which saves a pass.
+    Compressors that read a matrix in blocks add the residual to each block, which saves a pass.
 
     Attributes:
         vectors: (n, numel), float32 or bfloat16.

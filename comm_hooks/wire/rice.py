@@ -107,7 +107,7 @@ def _parameter(universe: int, count: int) -> tuple[int, float]:
 
 
 def _expected_quotient(universe: int, count: int, divisor: int) -> float:
-    """Return the expected ``gap // divisor`` between ``count`` random integers below ``universe``."""
+    """Return the mean ``gap // divisor`` between ``count`` random integers below ``universe``."""
 
     def log_choose(n: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(n - count + 1)

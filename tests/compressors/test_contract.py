@@ -252,8 +252,8 @@ def test_a_payload_may_begin_anywhere_in_memory(compressor: Compressor) -> None:
 @pytest.mark.parametrize(
     ("payload", "numel", "told"),
     [
-        (torch.zeros(1, 16), 16, "1-D, got shape (1, 16)"),
-        (b"", 16, "1-D, got bytes"),
+        (torch.zeros(1, 16), 16, "returned it, 1-D, got shape (1, 16)"),
+        (b"", 16, "returned it, 1-D, got bytes"),
         (torch.zeros(16), 0, "a positive integer numel, got 0"),
         (torch.zeros(16), -1, "a positive integer numel, got -1"),
         (torch.zeros(16), 16.0, "a positive integer numel, got 16.0"),

@@ -3,7 +3,7 @@
 * :class:`Summed`: one all-reduce of linear payloads;
 * :class:`Gathered`: one all-gather, and every rank decodes all payloads in rank order;
 * :class:`Sharded`: two legs, to the owners of shards and back;
-* :class:`Hierarchical`: exact inside each node, one of the others between nodes;
+* :class:`Hierarchical`: exact inside each node, another route between nodes;
 * :class:`RaggedShards`: the first leg of ``Sharded`` for shards of different sizes.
 
 :func:`choose_route` decides between them.
