@@ -131,7 +131,7 @@ local_size=2, node='a')
     if not 0 <= rank < size:
         raise ValueError(
             f"{names.launcher} set {names.rank}={rank} and {size_name}={size}: a rank lies between "
-            "0 and the number of ranks less 1"
+            "0 and the number of ranks minus 1"
         )
     nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     untold = {"torchrun": size, "mpirun": 1, "srun": size // nodes}[names.launcher]

@@ -24,7 +24,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         >>> require_seal(state)
         Traceback (most recent call last):
         ...
-        ValueError: the state is damaged: its content does not fit its seal
+        ValueError: the state is damaged, its content does not match its digest
     """
     content = {key: value for key, value in state.items() if key != SEAL}
     return {**content, SEAL: _digest(content)}
@@ -39,7 +39,9 @@ def require_seal(state: Mapping[str, Any]) -> None:
     except Exception:  # for values that are not plain
         found = None
     if found != state[SEAL]:
-        raise ValueError("the state is damaged: its content does not fit its seal")
+        raise ValueError(
+            "the state is damaged, its content does not match its digest: load another checkpoint"
+        )
 
 
 def _digest(value: Any) -> str:

@@ -61,9 +61,11 @@ def register(
         >>> callback = transformers.register(trainer)  # doctest: +SKIP
     """
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ValueError("register(): Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed")
+        raise ValueError(
+            "register() does not support DeepSpeed: use comm_hooks.frameworks.deepspeed"
+        )
     if getattr(trainer, "is_fsdp_enabled", False):
-        raise ValueError("register(): Trainer uses FSDP: see comm_hooks.frameworks.fsdp")
+        raise ValueError("register() does not support FSDP: use comm_hooks.frameworks.fsdp")
     callback = CompressionCallback(trainer, compressor, settings)
     # In front: the other callbacks see the values that it adds to the logs.
     trainer.callback_handler.callbacks.insert(0, callback)

@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """A function that runs its fastest version for its first argument, a tensor.
+    """A function with several versions: it runs the fastest for the device of its first argument.
 
     1. On a GPU with Triton: the function of the same name in the module of the same name in
        :mod:`comm_hooks.kernels.triton`, if there is one and it accepts the arguments;

@@ -231,7 +231,7 @@ class Planner:
         return rounds[_REPEAT // 2].scaled(self._factor)
 
     def _optimizer_plan(self, build: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> Plan:
-        """Return the measured plan of an optimizer, over whole periods after its warm-up."""
+        """Return the messages and the time of an optimizer per step, measured after its warm-up."""
         named = [(n, nn.Parameter(torch.zeros_like(g))) for n, g in self._gradients.items()]
         with warnings.catch_warnings():
             # They are about real trainings: their length, and ranks with other payloads.

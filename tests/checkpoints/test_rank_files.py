@@ -116,7 +116,7 @@ DAMAGES = {
     "foreign rank1": "rank1.pt is no file of comm_hooks",
     "older rank1": "rank1.pt is of another checkpoint than rank 0's",
     "changed rank1": "rank1.pt cannot be read (the state is damaged: its content does not fit",
-    "cut rank1": "the state is damaged: its content does not fit its seal",
+    "cut rank1": "the state is damaged, its content does not match its digest",
 }
 
 

@@ -116,5 +116,5 @@ def trainer_refusals() -> list[str]:
 def test_other_engines_of_the_trainer_are_refused() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     fsdp, deepspeed = trainer_refusals()
-    assert fsdp == "register(): Trainer uses FSDP: see comm_hooks.frameworks.fsdp"
-    assert deepspeed == "register(): Trainer uses DeepSpeed: see comm_hooks.frameworks.deepspeed"
+    assert fsdp == "register() does not support FSDP: use comm_hooks.frameworks.fsdp"
+    assert deepspeed == "register() does not support DeepSpeed: use comm_hooks.frameworks.deepspeed"

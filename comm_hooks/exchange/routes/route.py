@@ -56,7 +56,7 @@ def format_of(
     *,
     summed: bool = False,
 ) -> PayloadFormat:
-    """Return the payload format of vectors, given the compressor of each part."""
+    """Return the payload format of vectors, with one compressor for each of their parts."""
     shapes = [part.matrix.shape for part in vectors.parts()]
     parts = [(c, *shape) for c, shape in zip(compressors, shapes, strict=True)]
     return PayloadFormat(parts, transport.ranks, transport.rank, summed=summed)

@@ -119,7 +119,7 @@ def check_options(ddp: DistributedDataParallel) -> None:
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         raise ValueError(
             "an optimizer runs in the backward pass (_apply_optimizer_in_backward), for which DDP "
-            "takes the only communication hook: step the optimizer after backward()"
+            "takes the only communication hook: remove it, and call step() after backward()"
         )
     # The logger also knows built-in hooks, which are missing in _comm_hooks.
     if name := ddp._get_ddp_logging_data().get("comm_hook"):
@@ -255,7 +255,7 @@ def _advice(model: nn.Module) -> str:
 
 
 def _has_base(module: nn.Module, package: str, *prefixes: str) -> bool:
-    """Return whether a class or base class is of ``package``, and its name has a prefix."""
+    """Return whether a base class is defined in ``package`` and its name starts with a prefix."""
     return any(
         package in kind.__module__ and kind.__name__.startswith(prefixes)
         for kind in type(module).__mro__

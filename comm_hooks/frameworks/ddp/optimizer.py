@@ -127,7 +127,7 @@ def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
     if strangers := sum(p not in known for p in own):
         raise ValueError(
             f"{strangers} of the {len(own)} parameters of {type(optimizer).__name__} are not in "
-            f"{type(module).__name__}: make the optimizer of the parameters of the registered model"
+            f"{type(module).__name__}: pass the parameters of that model to the optimizer"
         )
     taken = set(own)
     others = [

@@ -357,7 +357,7 @@ def _stage(config: Mapping[str, Any]) -> int:
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
-    """Raise ``ValueError`` if the engine gives ranks no whole, local gradients."""
+    """Raise ``ValueError`` if ranks get no complete, unreduced gradients, as with ZeRO."""
     if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} needs whole gradients on every rank for its own "

@@ -27,8 +27,8 @@ class GaussianEvent:
 
     Attributes:
         noise_multiplier: the noise's standard deviation divided by C; positive.
-        sample_rate: the probability, from 0 to 1.  1 is no sampling at all; at 0 the batches are
-            empty and epsilon does not grow.
+        sample_rate: the probability, from 0 to 1.  At 1 every batch has all samples; at 0
+            batches are empty and epsilon does not grow.
         steps: the number of such steps, at least 1.
         placement: where the noise was added, such as ``"central"``; None if it is not known.
         checkpoint_multiplier: the fraction of the noise multiplier that protects from observers of
@@ -39,7 +39,7 @@ class GaussianEvent:
         ValueError: for values out of range, naming the field.
 
     Not supported: batches of a fixed size, shuffling and sampling with replacement.  Accounting for
-    them as if they were Poisson-sampled promises more than holds.
+    them as for Poisson sampling gives an epsilon that is too small.
 
     Example::
 

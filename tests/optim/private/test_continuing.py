@@ -58,7 +58,7 @@ def test_nor_can_the_mark_be_taken_from_another_state() -> None:
     ordinary = sparse()
     ordinary.average_({"0.weight": 1e3 * torch.randn(48, 40)})
     forged = {**ordinary.state_dict(), "provenance": exchange.state_dict()["provenance"]}
-    with pytest.raises(ValueError, match="does not fit its seal"):
+    with pytest.raises(ValueError, match="does not match its digest"):
         exchange.load_state_dict(forged)
 
 
