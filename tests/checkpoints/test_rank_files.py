@@ -115,7 +115,7 @@ DAMAGES = {
     "truncated rank1": "rank1.pt cannot be read (",
     "foreign rank1": "rank1.pt is no file of comm_hooks",
     "older rank1": "rank1.pt is of another checkpoint than rank 0's",
-    "changed rank1": "rank1.pt cannot be read (the state is damaged: its content does not fit",
+    "changed rank1": "rank1.pt cannot be read (the state is damaged, its content does not match",
     "cut rank1": "the state is damaged, its content does not match its digest",
 }
 
