@@ -24,7 +24,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         >>> require_seal(state)
         Traceback (most recent call last):
         ...
-        ValueError: the state is damaged, its content does not match its digest: load another checkpoint
+        ValueError: the state is damaged, its content does not match its digest: ...
     """
     content = {key: value for key, value in state.items() if key != SEAL}
     return {**content, SEAL: _digest(content)}
