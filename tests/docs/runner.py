@@ -105,6 +105,9 @@ def run_commands(
         variables["PYTHONPATH"] = str(_WITHOUT_COMPILER)
     elif tools is not None:
         variables["PATH"] = f"{tools}{os.pathsep}{variables['PATH']}"
+    if "python -m benchmarks." in block.text:
+        # As in the root of a clone.  Opacus installs a package of this name, too.
+        variables["PYTHONPATH"] = str(Path(__file__).parents[2])
     log = folder / ".output"
     with log.open("wb") as output:
         shell = subprocess.Popen(
