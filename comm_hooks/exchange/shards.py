@@ -8,7 +8,7 @@ from comm_hooks.exchange.layout import Workspace
 
 
 class Shards:
-    """Equal ranges of the elements of every vector, one for each rank: the owner of the range.
+    """Splits every vector into equal ranges of elements; each rank owns one of them.
 
     The owner of an element depends on its parameter alone, not on the bucket or the granularity:
     residuals of owners remain valid when DDP rebuilds its buckets.
@@ -52,7 +52,7 @@ class Shards:
             join_from(shards, vectors)
 
     def _shards_in(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return, for each matrix of vectors, a view of its shards: (owners, rows, width)."""
+        """Return, for each matrix of vectors, a view by owning rank: (owners, rows, width)."""
         if self.owned.compressed is self.owned.groups:
             return list(stacks)
         *plain, bucket = stacks

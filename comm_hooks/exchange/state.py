@@ -142,7 +142,7 @@ class ExchangeState:
     def load_state_dicts(
         self, states: Sequence[State], position: Position, names: Collection[str] | None
     ) -> None:
-        """Restore the states of all ranks of a run, in rank order, on any number of ranks.
+        """Restore this rank's state from those of all ranks of a saved run, of any size.
 
         See :meth:`Exchange.load_state_dicts`.
         """
