@@ -216,7 +216,7 @@ class Memory(ABC):
         }
 
     def stored(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert flat vectors (numel,) to the layout of saved states: the inverse of :meth:`vectors`."""
+        """Convert vectors (numel,) to the layout of saved states; inverse of :meth:`vectors`."""
         return {name: self._encode(vector[None], (0,))[0] for name, vector in vectors.items()}
 
     def _empty(self, matrix: Tensor) -> Tensor:
