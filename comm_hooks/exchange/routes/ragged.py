@@ -47,7 +47,7 @@ class RaggedShards:
         """Return a round that writes ``factor`` times the mean to this rank's shard in its layout.
 
         Args:
-            context: the settings of the round for each shard; only their stamps (header words) differ.
+            context: the settings of the round per shard; only their stamps (header words) differ.
         """
         ranks, own = self._transport.world_size, self._transport.rank
         messages = [
