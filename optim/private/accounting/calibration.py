@@ -153,10 +153,16 @@ def max_steps(
     def epsilon(steps: int) -> float:
         return by.epsilon([*history, replace(step, steps=steps)], target_delta)
 
-    found = bisect.bisect_right(range(1, _MOST_STEPS + 1), target_epsilon, key=epsilon)
-    if found == _MOST_STEPS:
-        raise ValueError(
-            f"max_steps: target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} "
-            f"steps: check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
-        )
-    return found
+    # Doubled first: an epsilon of many steps takes an accountant long to compute.
+    high = 1
+    while epsilon(high) <= target_epsilon:
+        high *= 2
+        if high > _MOST_STEPS:
+            raise ValueError(
+                f"max_steps: target_epsilon {target_epsilon} lasts for more than "
+                f"{_MOST_STEPS:.0e} steps: check noise_multiplier {noise_multiplier} and "
+                f"sample_rate {sample_rate}"
+            )
+    return bisect.bisect_right(
+        range(1, high + 1), target_epsilon, lo=high // 2, hi=high - 1, key=epsilon
+    )

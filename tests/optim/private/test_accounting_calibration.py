@@ -92,6 +92,21 @@ def test_a_target_that_is_met_exactly_counts_as_kept():
     assert max_steps(0.5, 1e-5, noise_multiplier=50.0, sample_rate=0.01, spent=SPENT) == 0
 
 
+@pytest.mark.parametrize("answer", [0, 1, 40, 12345])
+def test_no_training_much_longer_than_the_answer_is_accounted(answer):
+    class Counting(Accountant):
+        longest = 0
+
+        def _epsilon(self, steps, delta):
+            self.longest = max(self.longest, steps.total())
+            return float(steps.total())
+
+    accountant = Counting()
+    options = {"noise_multiplier": 1.0, "sample_rate": 0.5, "accountant": accountant}
+    assert max_steps(answer + 0.5, 1e-5, **options) == answer
+    assert accountant.longest <= 2 * answer + 1  # PLD takes seconds for long ones
+
+
 def test_accountants_of_ones_own():
     class PerStep(Accountant):
         def _epsilon(self, steps, delta):
