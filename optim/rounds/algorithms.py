@@ -3,7 +3,8 @@
 Arguments and limits without a description are those of
 :class:`~comm_hooks.optim.LocalRounds`: ``params`` are the model's parameters, better named,
 ``local_steps`` the steps of a round (K or H), ``participation`` the draw of clients, if there are
-more clients than ranks.
+more clients than ranks.  The settings of a parameter group, such as ``lr``, are those of the inner
+optimizer; in :class:`SAFL` they are those of the server optimizer.
 """
 
 import functools
