@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from comm_hooks import Differences, ErrorFeedback, MomentumCorrection
+from comm_hooks import Differences, ErrorFeedback, Exchange, MomentumCorrection, TopK
+from comm_hooks.collectives import Simulated
 from comm_hooks.memory import Memory
 from comm_hooks.memory.rows import Rows
 
@@ -113,6 +114,26 @@ def test_rows_that_are_not_accepted_keep_what_they_had(make: Callable[[], Memory
 def test_another_clients_memory_is_empty(make: Callable[[], Memory]) -> None:
     memory = used(make)
     assert memory.fresh().norm() == memory.for_server().norm() == 0 < memory.norm()
+
+
+@every_memory
+def test_a_copy_is_of_the_same_class(make: Callable[[], Memory]) -> None:
+    for memory in (make(), make().for_server()):
+        for duplicate in (memory.fresh(), copy.deepcopy(memory)):
+            assert type(duplicate) is type(memory)
+            assert repr(duplicate) == repr(memory)
+
+
+@every_memory
+def test_exchanges_of_one_memory_share_no_residuals(make: Callable[[], Memory]) -> None:
+    memory = make()
+    transport = Simulated(1)[0]
+    first, second = (Exchange(TopK(density=0.1), memory, transport=transport) for _ in range(2))
+    first.average_({"w": torch.randn(64, 64)})
+    zeros = torch.zeros(64, 64)
+    second.average_({"w": zeros})
+    assert not zeros.any()
+    assert not memory.state_dict()
 
 
 @every_memory
