@@ -1,6 +1,5 @@
 """As many tries for every method: a line search on the logarithm of the learning rate."""
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -79,46 +78,48 @@ class _Missing(Exception):
 
 @dataclass(frozen=True)
 class Tuning:
-    """The same rule for every method: tries of the learning rate, then a run for each seed.
+    """The same rule for every method: as many tries, and the best mean over all seeds.
+
+    1. Tries of the learning rate on the first seed, see :func:`search`, the same number for every
+       method. Its variants share them, and each starts at the best rate of the one before.
+    2. A run for each seed with the best settings.
+    3. The same with other settings whose loss on the first seed is better than that mean. The best
+       mean counts: luck of the first seed, near divergence above all, does not decide.
 
     The next runs follow from the runs so far, so an experiment can be interrupted, widened and
     continued. The best settings are those of the smallest loss at the end, on validation data if
     there are such: a loss is smoother than the error, of which small data sets have few values.
 
     Args:
-        tries: learning rates on the first seed; see :func:`search`.
+        tries: learning rates per method; they have three digits, and count whatever rate they
+            started from.
         seeds: of the runs with the best settings.
         factor: between neighbouring learning rates.
-        more: tries beyond those while the best is the largest or smallest; by default ``tries``.
-        confirm: whether a learning rate with a better loss on the first seed than the best has in
-            the mean of all seeds is run with all seeds, too, and the best mean counts. Luck of the
-            first seed near divergence then does not decide. Learning rates have three digits, and
-            tries count whatever rate they started from.
+        more: tries of a variant beyond those while the best is the largest or smallest; by default
+            as many again.
     """
 
     tries: int
     seeds: Sequence[int]
     factor: float = FACTOR
     more: int | None = None
-    confirm: bool = False
 
     def next(self, method: Method, runs: RunStore) -> list[RunSpec]:
         """Return the runs that can be made now; none when the method is done."""
         try:
-            best = min(self._tried(method, runs), key=lambda run: run.score)
+            tried = self._tried(method, runs)
         except _Missing as missing:
             return [missing.args[0]]
+        best, leader = min(tried, key=lambda run: run.score), self._leader(tried, runs)
         chosen = [best]
-        if self.confirm:
-            leader = self._leader(method, runs)
-            if len(leader) == len(self.seeds):
-                bound = _mean(leader)
-                chosen = [run for run in self._tried(method, runs) if run.score < bound]
+        if len(leader) == len(self.seeds):
+            bound = _mean(leader)
+            chosen = [run for run in tried if run.score < bound]
         elif best.failure:
             return []
         specs = [replace(run.spec, seed=seed) for run in chosen for seed in self.seeds]
         absent = [spec for spec in specs if runs.get(spec) is None]
-        return absent or (self._beyond(method, runs, leader[0], best) if self.confirm else [])
+        return absent or self._beyond(method, tried, leader[0], best)
 
     def outcome(self, method: Method, runs: RunStore) -> Outcome | None:
         """Return the outcome; None before the best settings are known."""
@@ -126,60 +127,91 @@ class Tuning:
             tried = self._tried(method, runs)
         except _Missing:
             return None
-        best = min(tried, key=lambda run: run.score)
-        found = self._leader(method, runs) if self.confirm else self._seeds_of(best, runs)
+        found = self._leader(tried, runs)
         return Outcome(method.name, method.labels, method.note, tried, found)
 
     def _tried(self, method: Method, runs: RunStore) -> list[Run]:
         """Return the runs of all settings on the first seed; raise _Missing for a missing one."""
-        if self.confirm:
-            first = method.spec({}, self.seeds[0])
-            known = sorted(
-                (run for run in runs if replace(run.spec, settings={}) == first),
-                key=lambda run: run.settings["lr"],
-            )
-            best = min(known, key=lambda run: run.score, default=None)
-            if len(known) >= max(_FEWEST, self.tries) and best not in (known[0], known[-1]):
-                return known
-        done: list[Run] = []
 
-        def score_at(rate: float, variant: Tuned) -> float:
-            rate = float(f"{rate:.3g}") if self.confirm else rate
-            spec = method.spec({"lr": rate, **variant}, self.seeds[0])
+        def run_at(settings: Tuned) -> Run:
+            spec = method.spec(settings, self.seeds[0])
             run = runs.get(spec)
             if run is None:
                 raise _Missing(spec)
-            done.append(run)
-            return run.score
+            return run
 
-        more = self.tries if self.more is None else self.more
+        done: list[Run] = []
         for variant in method.variants:
-            evaluate = functools.partial(score_at, variant=variant)
             if "lr" in variant:
-                evaluate(variant["lr"])
-            else:
-                search(evaluate, method.start, self.tries, self.factor, more)
-        return known if self.confirm else done
+                done.append(run_at(variant))
+                continue
+
+            def score_at(rate: float, variant: Tuned = variant) -> float:
+                return run_at({"lr": float(f"{rate:.3g}"), **variant}).score
+
+            known = self._known(method, variant, runs)
+            if not self._settled(method, known):
+                best = min(done, key=lambda run: run.score, default=None)
+                start = method.start if best is None else best.settings["lr"]
+                tries = self._tries_of(method)
+                more = tries if self.more is None else self.more
+                search(score_at, start, tries, self.factor, more)
+                known = self._known(method, variant, runs)
+            done += known
+        return done
+
+    def _tries_of(self, method: Method) -> int:
+        """Return the tries of one variant."""
+        return max(1, self.tries // len(method.variants))
+
+    def _known(self, method: Method, variant: Tuned, runs: RunStore) -> list[Run]:
+        """Return the runs of a variant on the first seed, by learning rate."""
+        first = method.spec(variant, self.seeds[0])
+        found = [
+            run
+            for run in runs
+            if run.method == first.method
+            and run.seed == first.seed
+            and run.spec.labels == first.labels
+            and variant_of(run) == variant
+        ]
+        return sorted(found, key=lambda run: run.settings["lr"])
+
+    def _settled(self, method: Method, known: Sequence[Run]) -> bool:
+        """Return whether a variant needs no more tries, whatever rate they started from."""
+        if len(known) < max(_FEWEST, self._tries_of(method)):
+            return False
+        return min(known, key=lambda run: run.score) not in (known[0], known[-1])
 
     def _seeds_of(self, run: Run, runs: RunStore) -> list[Run]:
         """Return the runs of the same settings, in the order of seeds."""
         found = (runs.get(replace(run.spec, seed=seed)) for seed in self.seeds)
         return [run for run in found if run is not None]
 
-    def _leader(self, method: Method, runs: RunStore) -> list[Run]:
-        """Return the runs of the best learning rate by seed: of those with most seeds, by mean."""
-        candidates = [self._seeds_of(run, runs) for run in self._tried(method, runs)]
+    def _leader(self, tried: Sequence[Run], runs: RunStore) -> list[Run]:
+        """Return the runs of the best settings by seed: of those with most seeds, by mean."""
+        candidates = [self._seeds_of(run, runs) for run in tried]
         return min(candidates, key=lambda found: (-len(found), _mean(found)))
 
-    def _beyond(self, method: Method, runs: RunStore, chosen: Run, best: Run) -> list[RunSpec]:
+    def _beyond(
+        self, method: Method, tried: Sequence[Run], chosen: Run, best: Run
+    ) -> list[RunSpec]:
         """Return the next rate if the means, not the first seed, lead to the edge of the tried."""
-        tried = self._tried(method, runs)
-        is_edge = chosen is tried[0], chosen is tried[-1]
-        most = self.tries + 2 * (self.more or self.tries)
-        if chosen is best or not any(is_edge) or len(tried) >= most:
+        own = [run for run in tried if variant_of(run) == variant_of(chosen)]
+        is_edge = chosen is own[0], chosen is own[-1]
+        tries = self._tries_of(method)
+        most = tries + 2 * (self.more or tries)
+        searched = tries >= _FEWEST and variant_of(chosen) in method.variants
+        if chosen is best or not searched or not any(is_edge) or len(own) >= most:
             return []
         further = chosen.settings["lr"] * (1 / self.factor if is_edge[0] else self.factor)
-        return [replace(chosen.spec, settings={"lr": float(f"{further:.3g}")})]
+        settings = {**chosen.settings, "lr": float(f"{further:.3g}")}
+        return [replace(chosen.spec, settings=settings)]
+
+
+def variant_of(run: Run) -> Tuned:
+    """Return the settings of a run, without the learning rate."""
+    return {key: value for key, value in run.settings.items() if key != "lr"}
 
 
 def _mean(runs: Sequence[Run]) -> float:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.lab.outcomes import Outcome
-from benchmarks.quality.runs import Found, Quality, bits_of, controls, quality_of
+from benchmarks.quality.runs import (
+    ADAMW,
+    Found,
+    Quality,
+    bits_of,
+    is_control,
+    quality_of,
+    same_optimizer,
+)
 from benchmarks.quality.settings import COSINE, PRESETS, Setting
 from comm_hooks.launchers.advise.quality import Cell
 
@@ -17,15 +25,21 @@ _HEAD = """\
 # Quality
 
 The quality that a method keeps of an exchange: (none - method) / (none - all-reduce), in held-out
-loss at equal tokens, all three with AdamW, or all three with Muon (`low_communication` with
-LaProp, which is AdamW that divides before it averages, or with Muon). Every method has its own
-learning rate, found by the same line search on the first seed (factors of two, until the best lies
-between two others), then by the mean of all seeds where another rate is better on the first, a
-warm-up over a tenth of the steps, a cosine schedule unless said otherwise, and gradients clipped to
-norm 1. Each rank has another part of the text, or other classes (a
-Dirichlet split). "±" is half the distance between seeds; a share is left out where exchanging is
-worth less than thrice its own uncertainty. A learning rate with a † was the largest or smallest
-tried.
+loss at equal tokens. It is given twice. The first share, in bold, has controls with the method's
+own local steps: the same inner optimizer, with exact means (`all_reduce+laprop`,
+`all_reduce+muon_adamw`, `identity+local_variance_adam`) and alone (`none+laprop`,
+`none+muon_adamw`); it is what the exchange costs. The second has AdamW with and without all-reduce
+as controls; it is what a user of AdamW sees. Where both are the same, it is given once.
+
+Every method, control or not, has the best learning rate and the best of two momenta, found by the
+same line search for each momentum on the first seed (factors of two, until the best lies between
+two others), then by the mean of all seeds where other settings are better on the first. beta1 is
+0.8 or 0.9, AdamW's 0.9 or 0.95 where a method halves its horizon (`low_communication`,
+`local_variance_adam`); Muon has momentum 0.8 with beta1 0.8, or 0.95 with 0.9. All have a warm-up
+over a tenth of the steps, a cosine schedule unless said otherwise, and gradients clipped to norm 1.
+Each rank has another part of the text, or other classes (a Dirichlet split). "±" is half the
+distance between seeds; a share is left out where exchanging is worth less than thrice its own
+uncertainty. A learning rate with a † was the largest or smallest tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
 `benchmarks/results/quality/`. Methods are written as for `python -m benchmarks.compare --hooks`.
@@ -80,9 +94,19 @@ def _cell(setting: Setting, method: str, found: Found) -> str:
     edge = " †" * outcome.is_at_edge
     if outcome.diverged:
         return f"diverged{edge}"
-    kept = None if method in controls(method) else quality_of(setting, method, found)
-    shown = f" (**{kept}**)" if kept else ""
-    return f"{statistics.mean(outcome.losses):.3f}{shown} lr {outcome.settings['lr']:g}{edge}"
+    settings = outcome.settings
+    shown = f"lr {settings['lr']:g}, beta1 {settings['beta1']:g}{edge}"
+    return f"{statistics.mean(outcome.losses):.3f}{_shares(setting, method, found)} {shown}"
+
+
+def _shares(setting: Setting, method: str, found: Found) -> str:
+    """Return both shares of a method in parentheses; nothing for a control."""
+    if is_control(method):
+        return ""
+    same, adamw = same_optimizer(method), quality_of(setting, method, ADAMW, found)
+    kept = quality_of(setting, method, same, found)
+    shares = [f"**{kept}**" if kept else "", str(adamw) if adamw and same != ADAMW else ""]
+    return f" ({'; '.join(filter(None, shares))})" if any(shares) else ""
 
 
 def _bits(outcomes: Sequence[Outcome]) -> str:
@@ -93,22 +117,29 @@ def _bits(outcomes: Sequence[Outcome]) -> str:
 
 def make_cells(found: Found) -> list[Cell]:
     """Return one cell for each method, number of ranks, length and batch."""
-    groups: dict[tuple[str, int, float, int], dict[str, Quality]] = {}
+    groups: dict[tuple[str, int, float, int], dict[str, tuple[Quality, Quality]]] = {}
     for setting, method in found:
-        kept = quality_of(setting, method, found)
-        left_out = method in controls(method) or setting.schedule != COSINE
-        if kept and not left_out:
+        if is_control(method) or setting.schedule != COSINE:
+            continue
+        same = quality_of(setting, method, same_optimizer(method), found)
+        adamw = quality_of(setting, method, ADAMW, found)
+        if same and adamw:
             key = method, setting.ranks, setting.tokens, setting.batch
-            groups.setdefault(key, {})[setting.task] = kept
+            groups.setdefault(key, {})[setting.task] = same, adamw
     return [
         Cell(
             *key,
-            seeds=min(kept.seeds for kept in group.values()),
-            spread=round(max(min(kept.spread, -_DIVERGED) for kept in group.values()), 3),
-            kept={task: max(_DIVERGED, round(kept.mean, 3)) for task, kept in group.items()},
+            seeds=min(same.seeds for same, _ in group.values()),
+            spread=round(max(min(same.spread, -_DIVERGED) for same, _ in group.values()), 3),
+            kept={task: _rounded(same) for task, (same, _) in group.items()},
+            adamw={task: _rounded(adamw) for task, (_, adamw) in group.items()},
         )
         for key, group in sorted(groups.items())
     ]
+
+
+def _rounded(kept: Quality) -> float:
+    return max(_DIVERGED, round(kept.mean, 3))
 
 
 def to_json(cells: Sequence[Cell]) -> str:

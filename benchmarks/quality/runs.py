@@ -3,13 +3,13 @@
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.lab.methods import parse_method
+from benchmarks.lab.methods import Pair, parse_method
 from benchmarks.lab.outcomes import Advance, Diverged, Method, Outcome
 from benchmarks.lab.processes import spawn_ranks
 from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run, Settings, Tuned, mean_curve
@@ -22,61 +22,93 @@ from comm_hooks.collectives import TorchDistributed, Transport
 
 WARM_UP = 0.1
 """The share of the steps over which the learning rate rises."""
-POINTS = 4
-BETAS = 0.9, 0.95
+POINTS = 1
+BETA2 = 0.95
 CLIP_NORM = 1.0
 """Of gradients: of the mean where gradients are averaged, else of each rank's own."""
+TRIES = 6
+"""Learning rates per method: three for each of two momenta."""
 _FACTOR, _MORE = 2.0, 4
 _SURE = 3.0
 """The worth of exchanging must be so many times its own uncertainty to be divided by."""
-METHODS: Mapping[str, float] = {
-    BASELINE: 4e-3,
-    CONTROL: 4e-3,
-    "low_communication:bits=0.06": 8e-3,
-    "low_communication": 8e-3,
-    "low_communication:bits=0.12": 8e-3,
-    "low_communication:bits=0.0073": 8e-3,
-    "local_adamw:fragments=8": 4e-3,
-    "sign+local_variance_adam": 4e-3,
-    "identity:bits=16": 4e-3,
-    "quantize:bits=2": 4e-3,
-    "count_sketch": 4e-3,
-    "powersgd": 4e-3,
-    "diloco:local_steps=30": 4e-3,
-    "topk:density=1/64+sparse_loco:local_steps=30": 4e-3,
-    "mu_lo_co:local_steps=30": 4e-3,
-    "all_reduce+laprop": 8e-3,
-    "all_reduce+muon_adamw": 4e-3,
-    "none+muon_adamw": 4e-3,
-    "low_communication:muon=true": 8e-3,
-}
-"""The methods of the page, with the learning rate at which their tuning starts."""
-_MUON = ("none+muon_adamw", "all_reduce+muon_adamw")
+_HALVED = "low_communication", "local_variance_adam"
+"""Optimizers that halve the horizon of AdamW's first moment: they use 0.8 where AdamW uses 0.9."""
 
 
-def controls(method: str) -> tuple[str, str]:
-    """Return the two methods between which the quality of a method lies: no exchange, all-reduce.
+@dataclass(frozen=True)
+class Controls:
+    """The two methods between which the quality of a method lies.
 
-    Both with AdamW, or with Muon for methods whose local optimizer is Muon.
+    Args:
+        none: without exchange.
+        all_reduce: with exact means.
     """
-    return _MUON if "muon" in method or "mu_lo_co" in method else (CONTROL, BASELINE)
+
+    none: str
+    all_reduce: str
+
+
+ADAMW = Controls(CONTROL, BASELINE)
+"""The user's own training, with AdamW."""
+
+
+def same_optimizer(method: str) -> Controls:
+    """Return the controls that take a method's own local steps.
+
+    Example::
+
+        >>> same_optimizer("low_communication:bits=0.12")
+        Controls(none='none+laprop', all_reduce='all_reduce+laprop')
+        >>> same_optimizer("quantize:bits=2") == ADAMW
+        True
+    """
+    pair = parse_method(method)
+    inner = pair.optimizer_options.get("inner")
+    if inner == "muon" or pair.optimizer in ("mu_lo_co", "muon_adamw"):
+        return Controls("none+muon_adamw", "all_reduce+muon_adamw")
+    if pair.optimizer in ("low_communication", "laprop"):
+        return Controls("none+laprop", "all_reduce+laprop")
+    if pair.optimizer == "local_variance_adam":
+        return Controls("none+laprop", "identity+local_variance_adam")
+    return ADAMW
+
+
+def is_control(method: str) -> bool:
+    """Return whether a method is the control of another."""
+    return method in asdict(ADAMW).values() or method in asdict(same_optimizer(method)).values()
+
+
+def with_controls(methods: Sequence[str]) -> list[str]:
+    """Return methods after all their controls, each once."""
+    pairs = [ADAMW, *map(same_optimizer, methods)]
+    names = [name for pair in pairs for name in (pair.all_reduce, pair.none)]
+    return list(dict.fromkeys([*names, *methods]))
+
+
+def momenta(method: str) -> list[Tuned]:
+    """Return the momenta that a method is tuned over, the same two of each local optimizer."""
+    pair = parse_method(method)
+    if pair.optimizer in ("mu_lo_co", "muon_adamw"):
+        return [{"beta1": 0.9, "momentum": 0.95}, {"beta1": 0.8, "momentum": 0.8}]
+    other = 0.95 if pair.optimizer in _HALVED else 0.8
+    return [{"beta1": 0.9}, {"beta1": other}]
 
 
 def make_tuning(tries: int, seeds: int) -> Tuning:
     """Return the rule by which all methods are tuned."""
-    return Tuning(tries, range(seeds), _FACTOR, _MORE, confirm=True)
+    return Tuning(tries, range(seeds), _FACTOR, _MORE)
 
 
-def make_method(setting: Setting, spec: str, start: float) -> Method:
+def make_method(setting: Setting, spec: str) -> Method:
     """Return a method in a setting.
 
     Args:
         setting: the setting.
         spec: the method as ``python -m benchmarks.compare --hooks`` takes it.
-        start: the first learning rate of the search.
     """
     run = functools.partial(_train, setting, spec, parse_method(spec).needs_ddp)
-    return Method(spec, asdict(setting), run, start)
+    start = PRESETS[setting.task].start
+    return Method(spec, asdict(setting), run, start, momenta(spec))
 
 
 def bits_of(run: Run) -> float:
@@ -99,11 +131,11 @@ def _train(
     """Train on ranks that take turns, or each in a process of its own, as DDP needs them."""
     torch.set_num_threads(1)
     if processes:
-        curves = spawn_ranks(setting.ranks, _train_in_process, setting, spec, settings["lr"], seed)
+        curves = spawn_ranks(setting.ranks, _train_in_process, setting, spec, settings, seed)
         if None in curves:
             raise Diverged
         return mean_curve([[Point(*values) for values in rows] for rows in curves])
-    pair, shared = parse_method(spec), _settings(setting, settings["lr"], seed)
+    pair, shared = _with_settings(setting, spec, settings, seed)
 
     def make(named: NamedParameters, transport: Transport) -> Client:
         return pair.attach(named, shared, transport, CLIP_NORM)
@@ -112,24 +144,29 @@ def _train(
     return train(task, make, make_plan(setting), seed, advance)
 
 
-def _settings(setting: Setting, lr: float, seed: int) -> Settings:
-    return Settings(
+def _with_settings(setting: Setting, spec: str, tuned: Tuned, seed: int) -> tuple[Pair, Settings]:
+    """Return the method with the tuned settings, and the settings of the comparison."""
+    own = {key: value for key, value in tuned.items() if key not in ("lr", "beta1")}
+    pair = parse_method(spec)
+    pair = replace(pair, optimizer_options={**pair.optimizer_options, **own})
+    shared = Settings(
         nproc=setting.ranks,
         steps=setting.steps,
         seed=seed,
-        learning_rate=lr,
-        betas=BETAS,
+        learning_rate=tuned["lr"],
+        betas=(tuned["beta1"], BETA2),
         warmup=max(1, round(WARM_UP * setting.steps)),
     )
+    return pair, shared
 
 
 def _train_in_process(
-    setting: Setting, spec: str, lr: float, seed: int
+    setting: Setting, spec: str, tuned: Tuned, seed: int
 ) -> list[tuple[int, float, float, int]] | None:
     """Train one rank in a process of its own; return its curve as plain numbers."""
     task = build(setting.task, setting.ranks)
     model = new_model(task, seed, "cpu")
-    pair, shared = parse_method(spec), _settings(setting, lr, seed)
+    pair, shared = _with_settings(setting, spec, tuned, seed)
 
     def make(named: NamedParameters, transport: Transport) -> Client:
         if pair.needs_ddp:
@@ -193,8 +230,8 @@ def quality_kept(
 Found = dict[tuple[Setting, str], Outcome]
 
 
-def quality_of(setting: Setting, method: str, found: Found) -> Quality | None:
+def quality_of(setting: Setting, method: str, controls: Controls, found: Found) -> Quality | None:
     """Return the quality that a method keeps in a setting; None if that cannot be told."""
-    outcomes = [found.get((setting, name)) for name in (method, *controls(method))]
-    runs = [outcome.runs if outcome else [] for outcome in outcomes]
-    return quality_kept(*runs)
+    names = method, controls.none, controls.all_reduce
+    outcomes = [found.get((setting, name)) for name in names]
+    return quality_kept(*[outcome.runs if outcome else [] for outcome in outcomes])

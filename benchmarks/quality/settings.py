@@ -22,6 +22,7 @@ class Preset:
         options: of that task.
         tokens: of one sample: bytes of text, patches of an image.
         parameters: of the model, so that records can be read where the data is missing.
+        start: the learning rate at which every search starts.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Preset:
     options: Mapping[str, Any]
     tokens: int
     parameters: int
+    start: float = 4e-3
 
 
 _GPT = {"layers": 3, "width": 128, "heads": 4, "context": _CONTEXT, "eval_windows": 256}
@@ -42,10 +44,10 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT, 634_496),
     "prose": Preset(
-        "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384
+        "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384, 16e-3
     ),
     "images": Preset(
-        "Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES, 604_810
+        "Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES, 604_810, 2e-3
     ),
     "images_resnet": Preset(
         "Fashion-MNIST, ResNet", "fashion_mnist", {"model": "resnet", **_IMAGES}, _PATCHES, 445_386
@@ -58,10 +60,15 @@ PRESETS: Mapping[str, Preset] = {
         4_831_232,
     ),
     "python_small": Preset(
-        "Python source, small GPT", "gpt_text", {"text": "python", **_SMALL_GPT}, _CONTEXT, 169_792
+        "Python source, small GPT",
+        "gpt_text",
+        {"text": "python", **_SMALL_GPT},
+        _CONTEXT,
+        169_792,
+        8e-3,
     ),
     "c_small": Preset(
-        "C headers, small GPT", "gpt_text", {"text": "c", **_SMALL_GPT}, _CONTEXT, 169_792
+        "C headers, small GPT", "gpt_text", {"text": "c", **_SMALL_GPT}, _CONTEXT, 169_792, 8e-3
     ),
     "prose_small": Preset(
         "English prose, small LSTM",
@@ -69,6 +76,7 @@ PRESETS: Mapping[str, Preset] = {
         {"text": "prose", **_LSTM, "width": 128},
         _CONTEXT,
         165_120,
+        16e-3,
     ),
     "images_small": Preset(
         "Fashion-MNIST, small ViT",

@@ -135,10 +135,10 @@ def _number(option: str, text: str, kind: Callable[[str], Any]) -> Any:
         raise ValueError(f"{option}: {text!r} is not {what}; write them as 1,2,3") from None
 
 
-SEEDS = Option("Runs per method: seeds 0, 1, ...", 3, 1, least=1)
+SEEDS = Option("Runs per method: seeds 0, 1, ...", 5, 1, least=1)
 TRIES = Option(
-    "Learning rates tried per method, on the first seed; with 3 or more, up to as many again while "
-    "the best is the largest or smallest.",
+    "Learning rates tried per method, on the first seed; its other settings share them. Up to as "
+    "many again while the best is the largest or smallest. The best mean over all seeds counts.",
     *(6, 1),
     least=1,
 )
@@ -367,6 +367,7 @@ class Comparison:
                 "seconds": round(sum(run.seconds or 0.0 for run in runs)),
                 "complete": not interruption.happened,
                 "settings": settings,
+                "tuned_on": len(seeds),
                 "methods": [outcome.to_dict() for outcome in finished],
             }
             curves = place.out / "curves.png"

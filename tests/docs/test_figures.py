@@ -1,15 +1,13 @@
 """Figures stand in one place, docs/results.md, and are only repeated elsewhere."""
 
 import re
-import statistics
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.lab.runs import RunStore
 from benchmarks.quality.__main__ import find
-from benchmarks.quality.runs import Found, bits_of, controls, quality_of
-from benchmarks.quality.settings import PRESETS, Setting
+from benchmarks.quality.tables import PAGES, with_tables
 from tests.docs.pages import ROOT, Page
 
 # Records and pages change together: compared before a release.
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 RESULTS = Page(ROOT / "docs/results.md")
 TRIED = (ROOT / "benchmarks/results/tried.md").read_text()
-QUALITY = find(RunStore(ROOT / "benchmarks/results/quality/records.jsonl"))
 
 
 def rows_by_method(page: Page) -> Iterator[tuple[str, list[str]]]:
@@ -57,46 +54,13 @@ def test_losses_are_those_of_the_records(steps: int, seeds: int, begin: str, end
         assert others[-1] == shown
 
 
-def test_shares_kept_are_those_of_the_records() -> None:
-    section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
-    titles = {preset.title: name for name, preset in PRESETS.items()}
-    row = r"^\| (\d+) \(([\d.]+) bits\) \| (.*?)(, Muon)? \| (\d+) \| (\d+) \| (.*) \|$"
-    lines = re.findall(row, section, flags=re.MULTILINE)
-    assert len(lines) >= 16
-    for ranks, bits, title, muon, batch, tokens, cells in lines:
-        setting = Setting(titles[title], int(ranks), int(batch), float(tokens))
-        options = [f"bits={bits}"] * (bits != "0.09") + ["muon=true"] * bool(muon)
-        method = ":".join(["low_communication", *options])
-        assert cells.split(" | ") == row_of(setting, method, QUALITY)[1:], title
-
-
-def test_shares_of_other_methods_are_those_of_the_records() -> None:
-    section = RESULTS.path.read_text().partition("\n## More ranks")[2].partition("\n## ")[0]
-    titles = {preset.title: name for name, preset in PRESETS.items()}
-    row = r"^\| `(.*?)` \| ([\d.]+) \| (\d+) \| (.*?) \| (\d+) \| (.*) \|$"
-    lines = re.findall(row, section, flags=re.MULTILINE)
-    assert len(lines) >= 10
-    for method, bits, ranks, title, tokens, cells in lines:
-        setting = Setting(titles[title], int(ranks), 6, float(tokens))
-        assert [bits, *cells.split(" | ")] == row_of(setting, method, QUALITY), (method, title)
-
-
-def row_of(setting: Setting, method: str, found: Found) -> list[str]:
-    """Return bits, the losses of all-reduce, none and the method, and the quality kept."""
-    none, all_reduce = controls(method)
-    outcomes = [found[setting, name] for name in (all_reduce, none, method)]
-    losses = [f"{statistics.mean(outcome.losses):.3f}" for outcome in outcomes]
-    bits = statistics.mean(bits_of(run) for run in outcomes[-1].runs)
-    return [f"{bits:.2g}", *losses, str(quality_of(setting, method, found))]
-
-
-def test_the_readme_repeats_the_rows_of_four_ranks() -> None:
-    row = r"^\| ([A-Z].*?) \| (\d\.\d{3} \|.* %) \|$"
-    lines = re.findall(row, (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    results = RESULTS.path.read_text()
-    assert len(lines) == 4
-    for title, cells in lines:
-        assert f"| 4 (0.09 bits) | {title} | 6 | 2 | {cells} |" in results, title
+def test_tables_of_the_quality_are_those_of_the_records() -> None:
+    found = find(RunStore(ROOT / "benchmarks/results/quality/records.jsonl"))
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        assert with_tables(text, found) == text, (
+            f"{name}: run python -m benchmarks.quality --jobs 0"
+        )
 
 
 def test_other_pages_repeat_figures_that_the_results_have() -> None:

@@ -47,15 +47,15 @@ def fed_lamb(
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, replace(cli.TRIES, quick=2)],
+    tries: Annotated[int, replace(cli.TRIES, full=12, quick=6)],
     points: Annotated[int, replace(cli.POINTS, full=50)],
     device: cli.Device,
 ) -> cli.Comparison:
     """Compare FED-LAMB with Fed-AMS and Fed-SGD: many clients, half of them in each round.
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
-    rates are constant, and tuned on the first seed and on data apart from those that are reported,
-    for each method and, for FED-LAMB, each weight decay; then all seeds are run.
+    rates are constant, and tuned on data apart from those that are reported, with as many tries for
+    each method; the weight decays of FED-LAMB share them.
     """
     tasks = {
         partition: cli.build_tasks(

@@ -51,8 +51,8 @@ def private_compressed(
 ) -> cli.Comparison:
     """Compare compressed private training with exact exchange and with none, at equal epsilon.
 
-    Digits, a perceptron. Learning rates are constant, and tuned on the first seed and on data apart
-    from those that are reported, which is not accounted for. Noise and samples are drawn anew in
+    Digits, a perceptron. Learning rates are constant, and tuned on data apart from those that are
+    reported, which is not accounted for. Noise and samples are drawn anew in
     every run, so a repeated study gives slightly other figures.
     """
     tasks = cli.build_tasks("digits", None, clients=1, seeds=seeds, validation=validation)

@@ -29,15 +29,15 @@ def private_federated(
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, cli.TRIES],
+    tries: Annotated[int, replace(cli.TRIES, full=27)],
     points: Annotated[int, replace(cli.POINTS, full=20)],
     device: cli.Device,
 ) -> cli.Comparison:
     """Compare preconditioning by clients and at the server, clients being private as a whole.
 
-    Learning rates are constant, and tuned on the first seed and on data apart from those that are
-    reported, for each C and other setting; the tuning is not accounted for. Clients and noise are
-    drawn anew in every run.
+    Learning rates are constant, and tuned on data apart from those that are reported, with as many
+    tries for each method, shared by C and other settings; the tuning is not accounted for. Clients
+    and noise are drawn anew in every run.
     """
     words = [build(clients, seed, validation) for seed in range(seeds)]
     delta = 1 / clients

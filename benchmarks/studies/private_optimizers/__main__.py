@@ -59,17 +59,17 @@ def private_optimizers(
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, cli.TRIES],
+    tries: Annotated[int, replace(cli.TRIES, full=8)],
     points: Annotated[int, replace(cli.POINTS, full=10)],
     device: cli.Device,
     quick: cli.Quick,
 ) -> cli.Comparison:
     """Compare private optimizers: accuracy against the noise and against epsilon.
 
-    Learning rates are constant, and tuned on the first seed and on data apart from those that are
-    reported, for each method, noise multiplier and other setting. Tuning is not accounted for: it
-    would cost budget on data that need protection. Noise and samples are drawn anew in every run,
-    so a repeated study gives slightly other figures.
+    Learning rates are constant, and tuned on data apart from those that are reported, with as many
+    tries for each method and noise multiplier, shared by other settings. It is not accounted for:
+    it would cost budget on data that need protection. Noise and samples are drawn anew in every
+    run, so a repeated study gives slightly other figures.
     """
     names = _names_of(methods, task)
     steps = steps or (_QUICK_STEPS if quick else KINDS[task].steps)

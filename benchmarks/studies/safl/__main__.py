@@ -61,8 +61,8 @@ def safl(
     """Compare SAFL, at sketches of several sizes, with its peers at the same bytes per round.
 
     The model is one vector, and all of it is compressed. Bytes are those that a client sends per
-    round by the ring algorithms, counted. Each method's learning rate is tuned on the first seed
-    and on data apart from those that are reported, then all seeds are run.
+    round by the ring algorithms, counted. Each method's learning rate is tuned on data apart
+    from those that are reported.
     """
     options = dict(task_option)
     if task == "digits":

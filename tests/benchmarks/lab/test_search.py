@@ -96,14 +96,18 @@ def tune(method: Method, tuning: Tuning) -> tuple[Outcome, RunStore]:
     return outcome, runs
 
 
+TRIED = {2.0: (0.25, 1.0), 1.0: (1.0, 4.0)}
+"""Two tries for each decay; the second search starts at the best rate of the first."""
+
+
 def test_the_best_settings_of_the_first_seed_are_run_on_all() -> None:
     def loss(settings: Tuned, seed: int) -> float:
         return abs(math.log2(settings["lr"])) + settings["decay"] + seed
 
     method = method_of(loss, start=0.25, variants=[{"decay": 2.0}, {"decay": 1.0}])
-    outcome, _ = tune(method, Tuning(tries=2, seeds=[0, 1, 2]))
+    outcome, _ = tune(method, Tuning(tries=4, seeds=[0, 1, 2]))
     assert [run.settings for run in outcome.tries] == [
-        {"lr": lr, "decay": decay} for decay in (2.0, 1.0) for lr in (0.25, 1.0)
+        {"lr": lr, "decay": decay} for decay, rates in TRIED.items() for lr in rates
     ]
     assert outcome.settings == {"lr": 1.0, "decay": 1.0}
     assert outcome.losses == [1, 2, 3]
@@ -138,8 +142,8 @@ def test_a_method_that_always_diverges_is_reported_as_such() -> None:
     json.dumps(record, allow_nan=False)
 
 
-def confirming(tries: int = 3, seeds: Sequence[int] = range(3)) -> Tuning:
-    return Tuning(tries, seeds, factor=2.0, more=4, confirm=True)
+def by_twos(tries: int = 3, seeds: Sequence[int] = range(3)) -> Tuning:
+    return Tuning(tries, seeds, factor=2.0, more=4)
 
 
 @given(best=st.floats(1e-5, 10.0), tries=st.integers(1, 6), seeds=st.integers(1, 4))
@@ -147,7 +151,7 @@ def test_every_method_is_tuned_by_the_same_rule_and_its_best_gets_all_seeds(
     best: float, tries: int, seeds: int
 ) -> None:
     method = method_of(lambda s, seed: abs(math.log(s["lr"] / best)) - seed, start=1e-3)
-    outcome, runs = tune(method, confirming(tries, range(seeds)))
+    outcome, runs = tune(method, by_twos(tries, range(seeds)))
     first = [run for run in runs if run.seed == 0]
     assert tries <= len(first) <= tries + 4
     assert tries < 3 or len(first) == tries + 4 or not outcome.is_at_edge
@@ -168,7 +172,7 @@ def test_no_rate_that_may_be_better_is_left_out_for_the_luck_of_the_first_seed(
         place = round(math.log2(settings["lr"] / 1e-3)) % 9
         return steps[place] + luck[3 * place + seed]
 
-    outcome, runs = tune(method_of(loss, start=1e-3), confirming())
+    outcome, runs = tune(method_of(loss, start=1e-3), by_twos())
     assert len(outcome.runs) == 3
     mean = statistics.mean(outcome.losses)
     for rate in {run.settings["lr"] for run in runs}:
@@ -192,7 +196,7 @@ def test_the_best_mean_counts(
     def loss(settings: Tuned, seed: int) -> float:
         return losses[settings["lr"]][seed] if settings["lr"] in losses else others
 
-    outcome, runs = tune(method_of(loss, start=4e-3), confirming(seeds=range(2)))
+    outcome, runs = tune(method_of(loss, start=4e-3), by_twos(seeds=range(2)))
     assert outcome.settings == {"lr": chosen}
     assert not outcome.is_at_edge
     assert all(runs.get(replace(run.spec, seed=0)) for run in runs)
@@ -200,8 +204,26 @@ def test_the_best_mean_counts(
 
 def test_a_run_that_is_there_is_not_made_again() -> None:
     method = method_of(lambda s, seed: abs(math.log(s["lr"] / 2e-3)), start=1e-3)
-    _, runs = tune(method, confirming())
-    assert confirming().next(method, runs) == []
-    assert [spec.seed for spec in confirming(seeds=range(4)).next(method, runs)] == [3]
+    _, runs = tune(method, by_twos())
+    assert by_twos().next(method, runs) == []
+    assert [spec.seed for spec in by_twos(seeds=range(4)).next(method, runs)] == [3]
     elsewhere = replace(method, start=8e-3)
-    assert confirming().next(elsewhere, runs) == [], "tries count wherever they began"
+    assert by_twos().next(elsewhere, runs) == [], "tries count wherever they began"
+
+
+@given(variants=st.integers(1, 4), tries=st.integers(3, 12), best=st.floats(-3, 3))
+def test_all_methods_get_as_many_tries_however_many_variants_they_have(
+    variants: int, tries: int, best: float
+) -> None:
+    """At most as many again go beyond the edges of the search."""
+
+    def loss(settings: Tuned, seed: int) -> float:
+        return abs(math.log2(settings["lr"]) - best) + settings["decay"]
+
+    options = [{"decay": float(i)} for i in range(variants)]
+    outcome, _ = tune(method_of(loss, start=1.0, variants=options), by_twos(tries, range(1)))
+    own = max(1, tries // variants)
+    for decay in range(variants):
+        made = [run for run in outcome.tries if run.settings["decay"] == decay]
+        assert own <= len(made) <= own + 4
+    assert outcome.settings["decay"] == 0

@@ -1,0 +1,50 @@
+"""The rows of the page: which methods are trained in which settings."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from benchmarks.quality.runs import with_controls
+from benchmarks.quality.settings import Setting
+
+_TASKS = "python", "c", "images", "prose"
+_SMALL = tuple(f"{task}_small" for task in _TASKS)
+_SIGNS = "sign+local_variance_adam"
+_HOOKS = "quantize:bits=2", "identity:bits=16", "powersgd", "count_sketch"
+_MUON = "low_communication:muon=true"
+_ROUNDS = (
+    "diloco:local_steps=30",
+    "topk:density=1/64+sparse_loco:local_steps=30",
+    "mu_lo_co:local_steps=30",
+)
+
+
+def _settings(tasks: Sequence[str], ranks: int, batch: int, tokens: float) -> list[Setting]:
+    return [Setting(task, ranks, batch, tokens) for task in tasks]
+
+
+ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
+    (_settings(_TASKS, 4, 6, 2), ("low_communication",)),
+    (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
+    (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12", _SIGNS)),
+    (_settings(_TASKS, 4, 32, 2), ("low_communication",)),
+    (_settings(_TASKS, 2, 6, 2), ("low_communication:bits=0.06",)),
+    (_settings(_SMALL, 4, 6, 20), ("low_communication",)),
+    (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
+    (_settings(["python_small"], 4, 6, 20), (_MUON, *_ROUNDS)),
+    (_settings(_TASKS, 4, 6, 2), _HOOKS),
+    (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
+    (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
+    (_settings(["python_small"], 4, 128, 20), ("low_communication",)),
+    (_settings(["python"], 16, 6, 2), ("low_communication:bits=0.12",)),
+    (_settings(_SMALL, 2, 6, 20), ("low_communication:bits=0.06",)),
+    (_settings(["python_small"], 64, 2, 20), ("low_communication:bits=0.12",)),
+)
+"""Settings, and the methods that are trained in each of them in addition to the controls."""
+
+
+def rows(pattern: str = "*") -> Iterator[tuple[Setting, list[str]]]:
+    """Yield each setting of the page whose name matches, with its methods and their controls."""
+    for settings, methods in ROWS:
+        for setting in settings:
+            if fnmatchcase(str(setting), pattern):
+                yield setting, with_controls(methods)
