@@ -73,21 +73,22 @@ def _python() -> Corpus:
     return _concatenate(root, _stdlib_files(root), "Python's standard library")
 
 
-_HEADERS = Path("/usr/include")
+def _sources(name: str, root: Path, suffix: str, what: str, package: str) -> Corpus:
+    """Read the files of a language that a Debian package installs, in the order of their names."""
+    files = [f for f in _visible_files(root) if f.suffix == suffix] if root.is_dir() else []
+    if not files:
+        raise CorpusError(
+            f"{name}: {root} has no {what}: apt install {package}, or give a text as --data"
+        )
+    return _concatenate(root, iter(files), f"{what} of {root}")
 
 
 def _c() -> Corpus:
-    """Read the headers of the C library and the kernel, in the order of their names."""
-    headers = (
-        [file for file in _visible_files(_HEADERS) if file.suffix == ".h"]
-        if (_HEADERS.is_dir())
-        else []
-    )
-    if not headers:
-        raise CorpusError(
-            f"c: {_HEADERS} has no headers: apt install linux-libc-dev, or give C source as --data"
-        )
-    return _concatenate(_HEADERS, iter(headers), f"C headers of {_HEADERS}")
+    return _sources("c", Path("/usr/include"), ".h", "C headers", "linux-libc-dev")
+
+
+def _perl() -> Corpus:
+    return _sources("perl", Path("/usr/share/perl"), ".pm", "Perl modules", "perl")
 
 
 def read_verses() -> list[tuple[str, str]]:
@@ -112,7 +113,12 @@ def _prose() -> Corpus:
     return Corpus(text[:MAX_BYTES], f"King James Bible: {_size(len(text), len(text) > MAX_BYTES)}")
 
 
-CORPORA: Mapping[str, Callable[[], Corpus]] = {"python": _python, "c": _c, "prose": _prose}
+CORPORA: Mapping[str, Callable[[], Corpus]] = {
+    "python": _python,
+    "c": _c,
+    "prose": _prose,
+    "perl": _perl,
+}
 """Texts that machines have or packages ship, by name.  Each raises :class:`CorpusError` without."""
 
 

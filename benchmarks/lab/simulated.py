@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from benchmarks.lab.training import (
     Make,
     NamedParameters,
     Plan,
+    batches_of,
     judge,
     known_warnings_ignored,
     new_model,
@@ -88,6 +90,38 @@ def train(task: Task, build: Build, plan: Plan, seed: int, advance: Advance) -> 
 
     with known_warnings_ignored():
         return mean_curve(run_ranks(rank, len(task.clients)))
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The shards of all clients as one, whose batches hold a batch of each."""
+
+    task: Task
+    seed: int
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """Yield the batches that the clients would draw, one after the other; see ``Shard``."""
+        for own in zip(*batches_of(self.task, batch_size, self.seed), strict=True):
+            inputs, targets = zip(*own, strict=True)
+            yield torch.cat(inputs), torch.cat(targets)
+
+
+def train_as_one(
+    task: Task, build: Build, plan: Plan, seed: int, advance: Advance, sent: float
+) -> list[Point]:
+    """Train as :func:`train` does with exact means of gradients at every step.
+
+    All ranks then have the same model, and the mean of their gradients is the gradient of a batch
+    that holds those of all: one model takes the steps of all of them, up to rounding, in two thirds
+    of the time. ``build`` makes a world of one rank.
+
+    Args:
+        task, build, plan, seed, advance: see :func:`train`.
+        sent: the bytes that each of the ranks would send per round.
+    """
+    joined = replace(task, clients=[_Joined(task, seed)])
+    curve = train(joined, build, plan, seed, advance)
+    return [replace(point, bytes_sent=round(point.round * sent)) for point in curve]
 
 
 def train_in_turn(

@@ -141,7 +141,7 @@ def batch_generator(seed: int, client: int, apart: int = 100_003) -> torch.Gener
 def batches_of(task: Task, batch: int, seed: int) -> list[Iterator[Batch]]:
     """Return the batches of each client of a task, without end."""
     return [
-        shard.batches(batch, batch_generator(seed, client))
+        shard.batches(batch, batch_generator(seed, client, task.seeds_apart))
         for client, shard in enumerate(task.clients)
     ]
 

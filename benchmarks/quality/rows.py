@@ -10,6 +10,7 @@ _TASKS = "python", "c", "images", "prose"
 _SMALL = tuple(f"{task}_small" for task in _TASKS)
 _SIGNS = "sign+local_variance_adam"
 _HOOKS = "quantize:bits=2", "identity:bits=16", "powersgd", "count_sketch"
+_WARNINGS = "topk:density=1/64", "sign", "one_bit_adam", "count_sketch:ratio=0.017+safl"
 _MUON = "low_communication:muon=true"
 _ROUNDS = (
     "diloco:local_steps=30",
@@ -24,6 +25,7 @@ def _settings(tasks: Sequence[str], ranks: int, batch: int, tokens: float) -> li
 
 ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(_TASKS, 4, 6, 2), ("low_communication",)),
+    (_settings(["perl"], 4, 6, 2), ("low_communication", _SIGNS)),  # nothing was tuned on it
     (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
     (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12", _SIGNS)),
     (_settings(_TASKS, 4, 32, 2), ("low_communication",)),
@@ -32,6 +34,7 @@ ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
     (_settings(["python_small"], 4, 6, 20), (_MUON, *_ROUNDS)),
     (_settings(_TASKS, 4, 6, 2), _HOOKS),
+    (_settings(["python"], 4, 6, 2), _WARNINGS),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
     (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
     (_settings(["python_small"], 4, 128, 20), ("low_communication",)),

@@ -15,7 +15,7 @@ from benchmarks.lab.processes import spawn_ranks
 from benchmarks.lab.runs import BASELINE, CONTROL, Point, Run, Settings, Tuned, mean_curve
 from benchmarks.lab.schedules import SCHEDULES, warmed_up
 from benchmarks.lab.search import Tuning
-from benchmarks.lab.simulated import train
+from benchmarks.lab.simulated import train, train_as_one
 from benchmarks.lab.training import Client, NamedParameters, Plan, new_model, train_rank
 from benchmarks.quality.settings import PRESETS, Setting, build
 from comm_hooks.collectives import TorchDistributed, Transport
@@ -140,8 +140,13 @@ def _train(
     def make(named: NamedParameters, transport: Transport) -> Client:
         return pair.attach(named, shared, transport, CLIP_NORM)
 
-    task = build(setting.task, setting.ranks)
-    return train(task, make, make_plan(setting), seed, advance)
+    task, plan = build(setting.task, setting.ranks), make_plan(setting)
+    if pair.communication != BASELINE:
+        return train(task, make, plan, seed, advance)
+    ring = 2 * (setting.ranks - 1) / setting.ranks
+    return train_as_one(
+        task, make, plan, seed, advance, 4 * ring * PRESETS[setting.task].parameters
+    )
 
 
 def _with_settings(setting: Setting, spec: str, tuned: Tuned, seed: int) -> tuple[Pair, Settings]:

@@ -43,6 +43,7 @@ PRESETS: Mapping[str, Preset] = {
         "Python source, GPT", "gpt_text", {"text": "python", **_GPT}, _CONTEXT, 634_496
     ),
     "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT, 634_496),
+    "perl": Preset("Perl source, GPT", "gpt_text", {"text": "perl", **_GPT}, _CONTEXT, 634_496),
     "prose": Preset(
         "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384, 16e-3
     ),

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from benchmarks.lab.methods import parse_method
 from benchmarks.lab.outcomes import Diverged
 from benchmarks.lab.runs import Point, Settings
 from benchmarks.lab.schedules import constant, cosine
-from benchmarks.lab.simulated import FlatModel, train
-from benchmarks.lab.tasks import Task
+from benchmarks.lab.simulated import FlatModel, train, train_as_one
+from benchmarks.lab.tasks import Task, build_task
 from benchmarks.lab.training import Client, NamedParameters, Plan, batch_generator, new_model
 from benchmarks.quality.runs import CLIP_NORM
 from comm_hooks.collectives import Transport
@@ -149,3 +150,20 @@ def test_what_is_not_finite_is_told_with_the_points_before() -> None:
         run(digits(2), "all_reduce", plan, lr=1e30)
     assert len(diverged.value.args) < 12
     assert all(math.isfinite(point.loss) for point in diverged.value.args)
+
+
+def test_ranks_with_exact_means_are_one_model_on_the_batches_of_all() -> None:
+    task = build_task("digits", clients=3, seed=0)
+    plan = Plan(6, 1, 8, 2, constant)
+
+    def build(parameters: NamedParameters, transport: Transport) -> Client:
+        return parse_method("all_reduce").attach(
+            parameters, Settings(nproc=3, learning_rate=1e-2), transport, 1.0
+        )
+
+    ranks = train(task, build, plan, 1, nothing)
+    one = train_as_one(task, build, plan, 1, nothing, sent=ranks[-1].bytes_sent / 6)
+    alone = train(replace(task, clients=task.clients[:1]), build, plan, 1, nothing)
+    assert [(p.round, p.bytes_sent) for p in one] == [(p.round, p.bytes_sent) for p in ranks]
+    assert [p.loss for p in one] == pytest.approx([p.loss for p in ranks], rel=1e-4)
+    assert alone[-1].loss != pytest.approx(ranks[-1].loss, rel=1e-2)
