@@ -26,15 +26,16 @@ def _settings(tasks: Sequence[str], ranks: int, batch: int, tokens: float) -> li
 ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(_TASKS, 4, 6, 2), ("low_communication",)),
     (_settings(["perl"], 4, 6, 2), ("low_communication", _SIGNS)),  # nothing was tuned on it
+    (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12",)),
     (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
-    (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12", _SIGNS)),
+    (_settings(["python"], 4, 6, 2), _WARNINGS),
+    (_settings(_TASKS, 8, 6, 2), (_SIGNS,)),
     (_settings(_TASKS, 4, 32, 2), ("low_communication",)),
     (_settings(_TASKS, 2, 6, 2), ("low_communication:bits=0.06",)),
     (_settings(_SMALL, 4, 6, 20), ("low_communication",)),
     (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
     (_settings(["python_small"], 4, 6, 20), (_MUON, *_ROUNDS)),
     (_settings(_TASKS, 4, 6, 2), _HOOKS),
-    (_settings(["python"], 4, 6, 2), _WARNINGS),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
     (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
     (_settings(["python_small"], 4, 128, 20), ("low_communication",)),
