@@ -81,9 +81,11 @@ class Tuning:
     """The same rule for every method: as many tries, and the best mean over all seeds.
 
     1. Tries of the learning rate on the first seed, see :func:`search`, the same number for every
-       method. Its variants share them, and each starts at the best rate of the one before.
-    2. A run for each seed with the best settings.
-    3. The same with other settings whose loss on the first seed is better than that mean. The best
+       method. Of several variants, the first has all of them but one for each other, which is made
+       at the best rate so far.
+    2. More of the variant that leads, while its best rate does not lie between two others.
+    3. A run for each seed with the best settings.
+    4. The same with other settings whose loss on the first seed is better than that mean. The best
        mean counts: luck of the first seed, near divergence above all, does not decide.
 
     The next runs follow from the runs so far, so an experiment can be interrupted, widened and
@@ -95,7 +97,7 @@ class Tuning:
             started from.
         seeds: of the runs with the best settings.
         factor: between neighbouring learning rates.
-        more: tries of a variant beyond those while the best is the largest or smallest; by default
+        more: tries in a search beyond those while the best is the largest or smallest; by default
             as many again.
     """
 
@@ -140,29 +142,50 @@ class Tuning:
                 raise _Missing(spec)
             return run
 
-        done: list[Run] = []
-        for variant in method.variants:
-            if "lr" in variant:
-                done.append(run_at(variant))
-                continue
-
-            def score_at(rate: float, variant: Tuned = variant) -> float:
-                return run_at({"lr": float(f"{rate:.3g}"), **variant}).score
-
-            known = self._known(method, variant, runs)
-            if not self._settled(method, known):
-                best = min(done, key=lambda run: run.score, default=None)
-                start = method.start if best is None else best.settings["lr"]
-                tries = self._tries_of(method)
-                more = tries if self.more is None else self.more
-                search(score_at, start, tries, self.factor, more)
-                known = self._known(method, variant, runs)
-            done += known
+        done = [run_at(variant) for variant in method.variants if "lr" in variant]
+        searched = [variant for variant in method.variants if "lr" not in variant]
+        starts = []
+        for place, variant in enumerate(searched):
+            best = min(done, key=lambda run: run.score, default=None)
+            starts.append(method.start if best is None else best.settings["lr"])
+            tries = 1 if place else self._tries_of_first(method)
+            done += self._search(method, variant, starts[place], tries, run_at, runs)
+        while self._tries_of_first(method) >= _FEWEST:
+            own = variant_of(min(done, key=lambda run: run.score))
+            if own not in searched[1:]:
+                break
+            start = starts[searched.index(own)]
+            known = self._search(method, own, start, _FEWEST, run_at, runs)
+            if all(run in done for run in known):
+                break
+            done = [run for run in done if variant_of(run) != own] + known
         return done
 
-    def _tries_of(self, method: Method) -> int:
-        """Return the tries of one variant."""
-        return max(1, self.tries // len(method.variants))
+    def _tries_of_first(self, method: Method) -> int:
+        """Return the tries of the first variant: those that leave one for each other."""
+        return max(1, self.tries - len(method.variants) + 1)
+
+    def _search(
+        self,
+        method: Method,
+        variant: Tuned,
+        start: float,
+        tries: int,
+        run_at: Callable[[Tuned], Run],
+        runs: RunStore,
+    ) -> list[Run]:
+        """Return the runs of a variant on the first seed, so many and more at the edge."""
+        known = self._known(method, variant, runs)
+        best = min(known, key=lambda run: run.score, default=None)
+        is_inside = best not in (known[0], known[-1]) if known else False
+        if len(known) >= tries and (is_inside or tries < _FEWEST):
+            return known
+
+        def score_at(rate: float) -> float:
+            return run_at({"lr": float(f"{rate:.3g}"), **variant}).score
+
+        search(score_at, start, tries, self.factor, tries if self.more is None else self.more)
+        return self._known(method, variant, runs)
 
     def _known(self, method: Method, variant: Tuned, runs: RunStore) -> list[Run]:
         """Return the runs of a variant on the first seed, by learning rate."""
@@ -176,12 +199,6 @@ class Tuning:
             and variant_of(run) == variant
         ]
         return sorted(found, key=lambda run: run.settings["lr"])
-
-    def _settled(self, method: Method, known: Sequence[Run]) -> bool:
-        """Return whether a variant needs no more tries, whatever rate they started from."""
-        if len(known) < max(_FEWEST, self._tries_of(method)):
-            return False
-        return min(known, key=lambda run: run.score) not in (known[0], known[-1])
 
     def _seeds_of(self, run: Run, runs: RunStore) -> list[Run]:
         """Return the runs of the same settings, in the order of seeds."""
@@ -199,7 +216,7 @@ class Tuning:
         """Return the next rate if the means, not the first seed, lead to the edge of the tried."""
         own = [run for run in tried if variant_of(run) == variant_of(chosen)]
         is_edge = chosen is own[0], chosen is own[-1]
-        tries = self._tries_of(method)
+        tries = self._tries_of_first(method)
         most = tries + 2 * (self.more or tries)
         searched = tries >= _FEWEST and variant_of(chosen) in method.variants
         if chosen is best or not searched or not any(is_edge) or len(own) >= most:

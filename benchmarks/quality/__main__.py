@@ -54,7 +54,8 @@ def quality(
     ] = "low_communication",
     seeds: Annotated[int, typer.Option(min=1, help="Runs with the best settings.")] = 3,
     tries: Annotated[
-        int, typer.Option(min=1, help="Learning rates per method, half of them for each momentum.")
+        int,
+        typer.Option(min=1, help="Learning rates per method, one of them with another momentum."),
     ] = TRIES,
     jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: write the page.")] = 2,
     results: Annotated[Path, typer.Option(help="Where records are kept and the page goes.")] = (

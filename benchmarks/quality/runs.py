@@ -26,8 +26,8 @@ POINTS = 1
 BETA2 = 0.95
 CLIP_NORM = 1.0
 """Of gradients: of the mean where gradients are averaged, else of each rank's own."""
-TRIES = 6
-"""Learning rates per method: three for each of two momenta."""
+TRIES = 4
+"""Learning rates per method: three for one momentum, one for the other, more for the better."""
 _FACTOR, _MORE = 2.0, 4
 _SURE = 3.0
 """The worth of exchanging must be so many times its own uncertainty to be divided by."""

@@ -137,8 +137,8 @@ def _number(option: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 SEEDS = Option("Runs per method: seeds 0, 1, ...", 5, 1, least=1)
 TRIES = Option(
-    "Learning rates tried per method, on the first seed; its other settings share them. Up to as "
-    "many again while the best is the largest or smallest. The best mean over all seeds counts.",
+    "Learning rates tried per method, on the first seed, one of them with each further setting; "
+    "more while the best is the largest or smallest. The best mean over all seeds counts.",
     *(6, 1),
     least=1,
 )

@@ -47,7 +47,7 @@ def fed_lamb(
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, replace(cli.TRIES, full=12, quick=6)],
+    tries: Annotated[int, replace(cli.TRIES, full=8, quick=6)],
     points: Annotated[int, replace(cli.POINTS, full=50)],
     device: cli.Device,
 ) -> cli.Comparison:
@@ -55,7 +55,7 @@ def fed_lamb(
 
     In the partition "classes" each client has samples of two classes (classes_per_client). Learning
     rates are constant, and tuned on data apart from those that are reported, with as many tries for
-    each method; the weight decays of FED-LAMB share them.
+    each method and weight decay of FED-LAMB together.
     """
     tasks = {
         partition: cli.build_tasks(

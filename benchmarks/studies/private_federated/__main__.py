@@ -29,15 +29,15 @@ def private_federated(
     ],
     validation: cli.Validation,
     seeds: Annotated[int, cli.SEEDS],
-    tries: Annotated[int, replace(cli.TRIES, full=27)],
+    tries: Annotated[int, replace(cli.TRIES, full=12)],
     points: Annotated[int, replace(cli.POINTS, full=20)],
     device: cli.Device,
 ) -> cli.Comparison:
     """Compare preconditioning by clients and at the server, clients being private as a whole.
 
     Learning rates are constant, and tuned on data apart from those that are reported, with as many
-    tries for each method, shared by C and other settings; the tuning is not accounted for. Clients
-    and noise are drawn anew in every run.
+    tries for each method, other settings included; the tuning is not accounted for. Clients and
+    noise are drawn anew in every run.
     """
     words = [build(clients, seed, validation) for seed in range(seeds)]
     delta = 1 / clients

@@ -67,7 +67,7 @@ def private_optimizers(
     """Compare private optimizers: accuracy against the noise and against epsilon.
 
     Learning rates are constant, and tuned on data apart from those that are reported, with as many
-    tries for each method and noise multiplier, shared by other settings. It is not accounted for:
+    tries for each method and noise multiplier, other settings included. It is not accounted for:
     it would cost budget on data that need protection. Noise and samples are drawn anew in every
     run, so a repeated study gives slightly other figures.
     """
