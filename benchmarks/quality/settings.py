@@ -44,6 +44,14 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "c": Preset("C headers, GPT", "gpt_text", {"text": "c", **_GPT}, _CONTEXT, 634_496),
     "perl": Preset("Perl source, GPT", "gpt_text", {"text": "perl", **_GPT}, _CONTEXT, 634_496),
+    "perl_gru": Preset(
+        "Perl source, GRU",
+        "gpt_text",
+        {"text": "perl", **_LSTM, "model": "gru"},
+        _CONTEXT,
+        460_800,
+        16e-3,
+    ),
     "prose": Preset(
         "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384, 16e-3
     ),

@@ -14,11 +14,11 @@ from benchmarks.lab.corpus import (
 )
 from benchmarks.lab.model import GPT, GPTConfig
 from benchmarks.lab.tasks.partition import contiguous
-from benchmarks.lab.tasks.recurrent import RecurrentText
+from benchmarks.lab.tasks.recurrent import CELLS, RecurrentText
 from benchmarks.lab.tasks.task import Shard, Task
 from comm_hooks.config import unknown
 
-MODELS = ("gpt", "lstm")
+MODELS = ("gpt", *CELLS)
 
 # Text is held out at this many places, far enough apart to be of all kinds, and long enough each
 # that little of it continues what the model was trained on.
@@ -50,9 +50,9 @@ def gpt_text(
         clients: how many share the text.
         seed: not used: each client has a part of the text of its own.
         data_dir: a text file, or a folder whose UTF-8 files are read, in place of ``text``.
-        text: ``"python"``, the source of the standard library, ``"c"``, the system's headers, or
-            ``"prose"``, the King James Bible.
-        model: ``"gpt"``, that of ``python -m benchmarks.compare``, or ``"lstm"``.
+        text: ``"python"``, the source of the standard library, ``"c"``, the system's headers,
+            ``"perl"``, its Perl modules, or ``"prose"``, the King James Bible.
+        model: ``"gpt"``, that of ``python -m benchmarks.compare``, ``"lstm"`` or ``"gru"``.
         layers: of the model: a GPT has 1.7 M parameters with 2, and with 6, as in ``compare``,
             4.8 M.
         width: of its hidden states.
@@ -79,8 +79,8 @@ def gpt_text(
     inputs, targets = windows[:, :-1], windows[:, 1:]
 
     def make_model() -> nn.Module:
-        if model == "lstm":
-            return RecurrentText(layers=layers, width=width)
+        if model in CELLS:
+            return RecurrentText(cell=model, layers=layers, width=width)
         return NextByte(GPTConfig(**sizes))
 
     return Task(
