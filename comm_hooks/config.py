@@ -33,10 +33,6 @@ MEMORIES: dict[str, type[Memory]] = {
 }
 
 
-Spec = str | Mapping[str, Any]
-"""A compressor or memory: ``"name:option=value"`` or ``{"type": name, option: value}``."""
-
-
 def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str, Any]]:
     """Return the name and the options in the specification of a compressor or memory.
 
