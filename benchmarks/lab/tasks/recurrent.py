@@ -5,7 +5,6 @@ from torch.nn import functional as F
 
 from benchmarks.lab.model import VOCABULARY
 
-
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
