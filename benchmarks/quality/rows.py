@@ -28,6 +28,7 @@ def _settings(tasks: Sequence[str], ranks: int, batch: int, tokens: float) -> li
 ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(_TASKS, 4, 6, 2), ("low_communication",)),
     (_settings(_UNTUNED, 4, 6, 2), ("low_communication",)),
+    (_settings(["python", "perl"], 4, 6, 0.5), ("low_communication",)),
     (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12",)),
     (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
     (_settings(["python"], 4, 6, 2), _WARNINGS),
