@@ -62,9 +62,18 @@ def exists(namespace: str) -> bool:
     return Path("/run/netns", namespace).exists() or Path("/etc/netns", namespace).exists()
 
 
+def runs(process: int) -> bool:
+    """Return whether a process runs: one that has ended may wait for its new parent to notice."""
+    try:
+        status = Path("/proc", str(process), "status").read_text()
+    except OSError:
+        return False
+    return "State:\tZ" not in status
+
+
 def wait_until_gone(names: list[str], process: int) -> None:
     deadline = time.monotonic() + 30
-    while any(map(exists, names)) or Path("/proc", str(process)).exists():
+    while any(map(exists, names)) or runs(process):
         assert time.monotonic() < deadline, "still there"
         time.sleep(0.05)
 
