@@ -167,14 +167,18 @@ def find(runs: RunStore, tries: int = TRIES) -> Found:
 
 
 def _write(results: Path, tries: int) -> None:
-    """Write the page of all records; from the records of the repository also its other pages."""
+    """Write the page of all records, and from those of the repository its other pages.
+
+    What ``advise`` knows is replaced only if no row of the page is missing.
+    """
     found = find(RunStore(results / "records.jsonl"), tries)
     if not found:
         return
     (results.parent / "quality.md").write_text(make_page(found))
     if results == RESULTS:
-        FILE.write_text(to_json(make_cells(found)))
         write_tables(found)
+        if all((setting, name) in found for setting, named in page_rows() for name in named):
+            FILE.write_text(to_json(make_cells(found)))
 
 
 if __name__ == "__main__":

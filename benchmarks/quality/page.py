@@ -117,29 +117,22 @@ def _bits(outcomes: Sequence[Outcome]) -> str:
 
 def make_cells(found: Found) -> list[Cell]:
     """Return one cell for each method, number of ranks, length and batch."""
-    groups: dict[tuple[str, int, float, int], dict[str, tuple[Quality, Quality]]] = {}
+    groups: dict[tuple[str, int, float, int], dict[str, Quality]] = {}
     for setting, method in found:
         if is_control(method) or setting.schedule != COSINE:
             continue
-        same = quality_of(setting, method, same_optimizer(method), found)
-        adamw = quality_of(setting, method, ADAMW, found)
-        if same and adamw:
+        if kept := quality_of(setting, method, same_optimizer(method), found):
             key = method, setting.ranks, setting.tokens, setting.batch
-            groups.setdefault(key, {})[setting.task] = same, adamw
+            groups.setdefault(key, {})[setting.task] = kept
     return [
         Cell(
             *key,
-            seeds=min(same.seeds for same, _ in group.values()),
-            spread=round(max(min(same.spread, -_DIVERGED) for same, _ in group.values()), 3),
-            kept={task: _rounded(same) for task, (same, _) in group.items()},
-            adamw={task: _rounded(adamw) for task, (_, adamw) in group.items()},
+            seeds=min(kept.seeds for kept in group.values()),
+            spread=round(max(min(kept.spread, -_DIVERGED) for kept in group.values()), 3),
+            kept={task: max(_DIVERGED, round(kept.mean, 3)) for task, kept in group.items()},
         )
         for key, group in sorted(groups.items())
     ]
-
-
-def _rounded(kept: Quality) -> float:
-    return max(_DIVERGED, round(kept.mean, 3))
 
 
 def to_json(cells: Sequence[Cell]) -> str:

@@ -27,8 +27,7 @@ class Cell:
         seeds: the number of seeds per task; the fewest of all tasks.
         spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
         kept: by task, (none - method) / (none - all-reduce), with the held-out loss of the method,
-            of all-reduce, and without any exchange (none), all with the method's own optimizer.
-        adamw: the same with AdamW in the two controls.
+            of all-reduce, and without any exchange (none).
     """
 
     method: str
@@ -38,7 +37,6 @@ class Cell:
     seeds: int
     spread: float
     kept: dict[str, float]
-    adamw: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Kept:
         return f"{text} ± {spread:.0f}" if spread else text
 
 
-ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0}, {"any": 1.0})])
+ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0})])
 """The quality of all-reduce itself."""
 
 
