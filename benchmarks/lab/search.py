@@ -177,7 +177,8 @@ class Tuning:
         """Return the runs of a variant on the first seed, so many and more at the edge."""
         known = self._known(method, variant, runs)
         best = min(known, key=lambda run: run.score, default=None)
-        is_inside = best not in (known[0], known[-1]) if known else False
+        # Known rates may come from a search that began elsewhere.
+        is_inside = bool(known) and best not in (known[0], known[-1]) and _rate(known[0]) <= start
         if len(known) >= tries and (is_inside or tries < _FEWEST):
             return known
 
@@ -229,6 +230,10 @@ class Tuning:
 def variant_of(run: Run) -> Tuned:
     """Return the settings of a run, without the learning rate."""
     return {key: value for key, value in run.settings.items() if key != "lr"}
+
+
+def _rate(run: Run) -> float:
+    return run.settings["lr"]
 
 
 def _mean(runs: Sequence[Run]) -> float:
