@@ -179,7 +179,8 @@ class Tuning:
         best = min(known, key=lambda run: run.score, default=None)
         # Known rates may come from a search that began elsewhere.
         is_inside = bool(known) and best not in (known[0], known[-1]) and _rate(known[0]) <= start
-        if len(known) >= tries and (is_inside or tries < _FEWEST):
+        has_begun = tries < _FEWEST and any(_rate(run) == start for run in known)
+        if len(known) >= tries and (is_inside or has_begun):
             return known
 
         def score_at(rate: float) -> float:
