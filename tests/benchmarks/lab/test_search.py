@@ -245,3 +245,23 @@ def test_a_variant_that_leads_after_one_try_is_searched() -> None:
     made = [run.settings["lr"] for run in outcome.tries if run.settings["decay"] == 5.0]
     assert made == [0.5, 1.0, 2.0, 4.0, 8.0]
     assert not outcome.is_at_edge
+
+
+def test_a_search_that_begins_lower_leaves_a_second_valley() -> None:
+    """Its earlier runs lie between two others, and another variant has none at the new best."""
+
+    def loss(settings: Tuned, seed: int) -> float:
+        place = math.log2(settings["lr"])
+        return min(abs(place), 2 + abs(place - 5)) - 0.1 * settings["decay"]
+
+    options = [{"decay": 0.0}, {"decay": 1.0}]
+    method = method_of(loss, start=32.0, variants=options)
+    caught, runs = tune(method, by_twos(4, range(1)))
+    assert caught.settings == {"lr": 32.0, "decay": 1.0}
+    lower, tuning = replace(method, start=0.5), by_twos(4, range(1))
+    while specs := tuning.next(lower, runs):
+        for spec in specs:
+            runs.add(lower.run(spec))
+    outcome = tuning.outcome(lower, runs)
+    assert outcome is not None
+    assert outcome.settings == {"lr": 1.0, "decay": 1.0}
