@@ -93,8 +93,8 @@ class Tuning:
     there are such: a loss is smoother than the error, of which small data sets have few values.
 
     Args:
-        tries: learning rates per method; they have three digits, and count whatever rate they
-            started from.
+        tries: learning rates per method, of three digits.  Those of another search count, if it
+            came down to the start of this one.
         seeds: of the runs with the best settings.
         factor: between neighbouring learning rates.
         more: tries in a search beyond those while the best is the largest or smallest; by default

@@ -32,8 +32,10 @@ own local steps: the same inner optimizer, with exact means (`all_reduce+laprop`
 as controls; it is what a user of AdamW sees. Where both are the same, it is given once.
 
 Every method, control or not, has the best learning rate and the best of two momenta, found by the
-same line search for each momentum on the first seed (factors of two, until the best lies between
-two others), then by the mean of all seeds where other settings are better on the first. beta1 is
+same rule on the first seed: a line search for the momentum that is most often better, a try of the
+other at the best rate, and a search for it if it leads (factors of two, until the best lies between
+two others); then by the mean of all seeds where other settings are better on the first. Searches
+for fewer than 500 steps begin at a quarter of the usual rate, below a second valley. beta1 is
 0.8 or 0.9, AdamW's 0.9 or 0.95 where a method halves its horizon (`low_communication`,
 `local_variance_adam`); Muon has momentum 0.8 with beta1 0.8, or 0.95 with 0.9. All have a warm-up
 over a tenth of the steps, a cosine schedule unless said otherwise, and gradients clipped to norm 1.
