@@ -9,7 +9,7 @@ from benchmarks.quality.settings import Setting
 _TASKS = "python", "c", "images", "prose"
 _UNTUNED = "perl", "perl_gru"
 """Tasks that no constant of a method was chosen on."""
-_SMALL = tuple(f"{task}_small" for task in _TASKS)
+_TWO = "python", "images"
 _SIGNS = "sign+local_variance_adam"
 _HOOKS = "quantize:bits=2", "identity:bits=16", "powersgd", "count_sketch"
 _WARNINGS = "topk:density=1/64", "sign", "one_bit_adam", "count_sketch:ratio=0.017+safl"
@@ -31,20 +31,18 @@ ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(["python", "perl"], 4, 6, 0.5), ("low_communication",)),
     (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12",)),
     (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
-    (_settings(["python"], 4, 6, 2), _WARNINGS),
-    (_settings(_TASKS, 8, 6, 2), (_SIGNS,)),
-    (_settings(_TASKS, 4, 32, 2), ("low_communication",)),
-    (_settings(_TASKS, 2, 6, 2), ("low_communication:bits=0.06",)),
-    (_settings(_SMALL, 4, 6, 20), ("low_communication",)),
+    (_settings(_TWO, 4, 32, 2), ("low_communication",)),
     (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
-    (_settings(["python_small"], 4, 6, 20), (_MUON, *_ROUNDS)),
-    (_settings(_TASKS, 4, 6, 2), _HOOKS),
+    (_settings(["python_small"], 4, 6, 20), ("low_communication", _MUON, *_ROUNDS)),
+    (_settings(["python"], 4, 6, 2), (*_WARNINGS, *_HOOKS)),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
-    (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
-    (_settings(["python_small"], 4, 128, 20), ("low_communication",)),
     (_settings(["python"], 16, 6, 2), ("low_communication:bits=0.12",)),
-    (_settings(_SMALL, 2, 6, 20), ("low_communication:bits=0.06",)),
+    (_settings(_TWO, 8, 6, 2), (_SIGNS,)),
+    (_settings(["images"], 4, 6, 2), _HOOKS),
+    (_settings(_TWO, 2, 6, 2), ("low_communication:bits=0.06",)),
+    (_settings(["images_small"], 4, 6, 20), ("low_communication",)),
     (_settings(["python_small"], 64, 2, 20), ("low_communication:bits=0.12",)),
+    (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
 )
 """Settings, and the methods that are trained in each of them in addition to the controls."""
 
