@@ -18,10 +18,12 @@ class Bucket:
         routes: the routes used so far, by compressor and :attr:`NoiseHook.place`.
         digest: 32 bits of the settings and tensors, equal on all ranks; None until it is needed.
         compared: whether ranks have compared the names and shapes of the tensors.
+        mean: a layout of its own for means, see :meth:`Buckets.mean_of`; None until it is needed.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.mean: Layout | None = None
         self.routes: dict[Hashable, Route] = {}
         self.digest: int | None = None
         self.compared = False
@@ -41,6 +43,7 @@ class Buckets:
         self._settings = settings
         self._numels = numels
         self._found: dict[Hashable, Bucket] = {}
+        self._storage: dict[torch.device, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(dict.fromkeys(self._found.values()))
@@ -112,3 +115,16 @@ class Buckets:
             self._found[key] = Bucket(layout)
             self._numels.update({s.name: s.numel for s in segments if not s.exempt})
         return self._found[key]
+
+    def mean_of(self, bucket: Bucket) -> Layout:
+        """Return a layout for the mean of a bucket whose own layout keeps the new residuals.
+
+        All buckets share its memory, which a round uses up to its end.
+        """
+        work = bucket.layout.work
+        storage = self._storage.get(work.device)
+        if storage is None or storage.numel() < work.numel():
+            storage = self._storage[work.device] = torch.empty_like(work)
+        if bucket.mean is None or bucket.mean.work.data_ptr() != storage.data_ptr():
+            bucket.mean = bucket.layout.over(storage)
+        return bucket.mean

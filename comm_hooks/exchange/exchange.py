@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
 from comm_hooks.exchange.saved_state import Position
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.exchange.state import ExchangeState, Traffic
+from comm_hooks.exchange.transaction import Transaction
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import require_kind
 from comm_hooks.wire.header import PendingChecks
@@ -116,6 +117,7 @@ class Exchange:
         self._process_group = process_group
         self._traffic = Traffic()
         self._checks = PendingChecks()
+        self._transaction = Transaction()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return an exchange between the same ranks, with a copy of the state."""
@@ -125,6 +127,7 @@ class Exchange:
         duplicate.settings = self.settings
         duplicate._traffic = copy.copy(self._traffic)
         duplicate._checks = PendingChecks()
+        duplicate._transaction = Transaction()
         return duplicate
 
     def __repr__(self) -> str:
@@ -250,12 +253,25 @@ class Exchange:
         )
         self.end_step()
 
-    def end_step(self) -> None:
-        """End a step, after all its buckets: later rounds exchange the gradients of the next step.
+    def end_step(self, agree: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """End a step, after all its rounds: later rounds exchange the gradients of the next step.
 
-        For hooks, which exchange bucket by bucket; :meth:`average_` calls it.
+        Residuals change now, if all buckets were finite.  For hooks, which exchange bucket by
+        bucket; :meth:`average_` calls it.
+
+        Args:
+            agree: returns NaN if its argument, this rank's result, is NaN on any rank that holds
+                another part of the model; None if this rank's is that of all.
+
+        Returns:
+            0 if all buckets of the step were finite on all ranks, else NaN; float32, ().
         """
+        health = self._transaction.health()
+        if agree is not None:
+            health = agree(health)
+        self._transaction.decide(health)
         self.step += 1
+        return health
 
     def average_(
         self,
@@ -340,6 +356,7 @@ class Exchange:
         scale: float = 1.0,
         noise_hook: NoiseHook | None = None,
         replica: Sequence[torch.Tensor] | None = None,
+        partial: bool = False,
     ) -> Round[None]:
         """Return a round that averages one bucket; a step may have several buckets.
 
@@ -352,6 +369,8 @@ class Exchange:
             replica: tensors that must be bit-identical on all ranks at this moment; every
                 ``verify_every`` steps ranks compare a fingerprint of them.  None: the parameters of
                 the optimizer or hook that owns the exchange.
+            partial: whether the step may have other buckets: residuals then change in
+                :meth:`end_step`, and only if all buckets were finite.
         """
         if isinstance(compress, Compressor):
             self.settings.check(compress)
@@ -366,17 +385,23 @@ class Exchange:
         if verify:
             stamp = self.agreement.with_fingerprint(stamp, replica)
         uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
+        limit = largest_in(tensors[0].dtype)
+        waits = partial or limit is not None
         context = RoundContext(
             stamp,
             memory=(memory or self.memory) if uses_memory else None,
             scale=scale,
             verify=verify,
-            limit=largest_in(tensors[0].dtype),
+            limit=limit,
             noise_hook=noise_hook,
             checks=self._checks,
+            transaction=self._transaction if waits else None,
+            mean=self.buckets.mean_of(bucket) if waits and uses_memory else None,
         )
         round_ = self._round(bucket, tensors, compress, context)
         yield from self._reported(round_, round_number)
+        if not partial:
+            self._transaction.decide(self._transaction.health())
 
     def _round(
         self,
@@ -394,7 +419,7 @@ class Exchange:
         self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
         self._traffic.between_nodes += route.traffic_between_nodes
         yield from route.reduce(context)
-        bucket.layout.store(tensors)
+        (context.mean or bucket.layout).store(tensors)
 
     def reduce_scatter_round(
         self,
@@ -427,6 +452,8 @@ class Exchange:
                 verify=verify,
                 limit=limit,
                 checks=self._checks,
+                transaction=self._transaction,
+                mean=self.buckets.mean_of(bucket) if self.memory else None,
             )
             for bucket in shards
         ]
@@ -441,7 +468,7 @@ class Exchange:
             route = RaggedShards(layouts, compressors, self.transport, self.settings.seed)
             self._traffic.sent += route.traffic
             yield from route.reduce(context, factor=factor)
-            layouts[own].store(output)
+            (context[own].mean or layouts[own]).store(output)
 
         yield from self._reported(round_(), round_number)
 
@@ -460,8 +487,10 @@ class Exchange:
         try:
             yield from round_
         except PeerError as error:
+            self._transaction.forget()
             raise PeerError(f"{error}, during step {step}") from error.__cause__
         except Exception as error:
+            self._transaction.forget()
             self.transport.report(error, round_number)
             raise
 

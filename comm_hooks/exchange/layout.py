@@ -54,6 +54,7 @@ class Workspace:
         groups: the parameters to compress: for each distinct length, their names and that length.
         device: the device of the tensor.
         granularity: see :class:`~comm_hooks.ExchangeSettings`.
+        storage: a float32 tensor to work in, at least as long as all elements; None for a new one.
 
     Attributes:
         work: float32, all elements: exact ones, exempt ones, then the groups.
@@ -70,12 +71,16 @@ class Workspace:
         groups: Sequence[tuple[Sequence[str], int]],
         device: torch.device,
         granularity: Granularity,
+        storage: torch.Tensor | None = None,
     ) -> None:
         self.device = device
         self.granularity = granularity
         middle, start = exact or 0, (exact or 0) + (exempt or 0)
         sizes = [len(names) * numel for names, numel in groups]
-        self.work = torch.zeros(start + sum(sizes), device=device, dtype=torch.float32)
+        total = start + sum(sizes)
+        if storage is None:
+            storage = torch.zeros(total, device=device, dtype=torch.float32)
+        self.work = storage[:total]
         self.exact = None if exact is None else Rows(("",), self.work[None, :middle])
         self.exempt = None if exempt is None else Rows(("",), self.work[None, middle:start])
         self._plain = [rows for rows in (self.exact, self.exempt) if rows]
@@ -95,6 +100,10 @@ class Workspace:
     def parts(self) -> list[Rows]:
         """Return the matrices to encode one by one: uncompressed rows, then :attr:`compressed`."""
         return [*self._plain, *self.compressed]
+
+    def matrices(self) -> list[torch.Tensor]:
+        """Return the matrix of each of :meth:`parts`."""
+        return [part.matrix for part in self.parts()]
 
     def compressors(self, compressor: Compressor, exempt: Compressor) -> list[Compressor]:
         """Return the compressor of each of :meth:`parts`.
@@ -128,7 +137,7 @@ class Layout(Workspace):
 
     Args:
         segments: the parameters of the bucket.
-        device, granularity: see :class:`Workspace`.
+        device, granularity, storage: see :class:`Workspace`.
 
     Attributes:
         names: the names of all segments.
@@ -136,7 +145,11 @@ class Layout(Workspace):
     """
 
     def __init__(
-        self, segments: tuple[Segment, ...], device: torch.device, granularity: Granularity
+        self,
+        segments: tuple[Segment, ...],
+        device: torch.device,
+        granularity: Granularity,
+        storage: torch.Tensor | None = None,
     ) -> None:
         self.segments = segments
         self.names = {segment.name for segment in segments}
@@ -153,6 +166,7 @@ class Layout(Workspace):
             [(names, numel) for numel, names in by_length.items()],
             device,
             granularity,
+            storage,
         )
         plain = [*exact, *exempt]
         lengths = [s.numel for s in plain]
@@ -161,6 +175,10 @@ class Layout(Workspace):
         for rows in self.groups:
             vectors.update(zip(rows.names, rows.matrix, strict=True))
         self.views = [vectors[s.name].view(s.shape) for s in segments]
+
+    def over(self, storage: torch.Tensor) -> "Layout":
+        """Return a layout of the same segments that works in another tensor."""
+        return Layout(self.segments, self.device, self.granularity, storage)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors shaped like the segments (any float dtype) into the workspace.

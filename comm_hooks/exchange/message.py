@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from comm_hooks.exchange.layout import Workspace
+from comm_hooks.exchange.layout import Layout, Workspace
 from comm_hooks.exchange.noise_hook import NoiseHook
+from comm_hooks.exchange.transaction import Transaction
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows
@@ -30,6 +31,9 @@ class RoundContext:
             residual.
         noise_hook: clips and adds noise, for private training; None: neither.
         checks: the headers on an accelerator that are still to be checked.
+        transaction: keeps the messages of a step with several buckets until its end; None: the
+            bucket is the whole step.
+        mean: receives the mean, if it is not to overwrite the vectors.
     """
 
     stamp: Stamp
@@ -39,6 +43,15 @@ class RoundContext:
     limit: float | None = None
     noise_hook: NoiseHook | None = None
     checks: PendingChecks = field(default_factory=PendingChecks)
+    transaction: Transaction | None = None
+    mean: Layout | None = None
+
+    def finish(self, message: Message, health: torch.Tensor) -> None:
+        """Commit a message now, or with all others of the step."""
+        if self.transaction:
+            self.transaction.add(message, health)
+        else:
+            message.commit(torch.isfinite(health))
 
 
 class Message:
@@ -68,7 +81,7 @@ class Message:
     def __init__(
         self, vectors: Workspace, keys: Sequence[Keys], own_key: int, context: RoundContext
     ) -> None:
-        self.matrices = [part.matrix for part in vectors.parts()]
+        self.matrices = vectors.matrices()
         self.keys = keys
         self.stamp = context.stamp
         self.residuals: list[Residual | None] | None = None
@@ -76,6 +89,7 @@ class Message:
         self._memory, self._scale, self._limit = context.memory, context.scale, context.limit
         self._own_key = own_key
         self._norms: list[torch.Tensor] | None = None
+        self._gives_back = False
         if self._memory:
             self._compensate(self._memory, verify=context.verify)
 
@@ -111,17 +125,23 @@ class Message:
         Args:
             accept: boolean scalar: whether the vectors of all ranks were finite.
         """
-        if self._memory:
-            for rows, active in zip(self._vectors.groups, self._active, strict=True):
-                self._memory.retain(rows, active & accept, self._scale, self._own_key)
+        if self._memory is None:
+            return
+        for rows, active in zip(self._vectors.groups, self._active, strict=True):
+            self._memory.retain(rows, active & accept, self._scale, self._own_key)
+            if self._gives_back:
+                # A row that took no part keeps its residual, and adds the excess of the mean.
+                excess = rows.matrix * (accept & ~active)
+                self._memory.give_back(rows, excess, self._scale)
 
-    def give_back(self, *, ranks: int = 1, factor: float = 1.0) -> None:
-        """Clamp the mean, which is in the workspace after decoding, to ``context.limit``.
+    def give_back(self, mean: Workspace, *, ranks: int = 1, factor: float = 1.0) -> None:
+        """Clamp the mean to ``context.limit``, before :meth:`commit`.
 
         The excess is added to the residuals of all ranks, so later rounds send it.  A mean
         that is not finite stays as it is.
 
         Args:
+            mean: a workspace of the same parameters with the mean.
             ranks: a factor of the excess in this rank's residual: the number of ranks if only this
                 rank has the mean, else 1.
             factor: the factor by which the caller multiplies the mean afterwards.
@@ -129,13 +149,15 @@ class Message:
         if self._memory is None or self._limit is None:
             return
         limit = self._limit / factor
-        for rows in self._vectors.groups:
-            excess = rows.matrix - rows.matrix.clamp(-limit, limit)
+        groups = zip(self._vectors.groups, self._active, mean.groups, strict=True)
+        for residuals, active, means in groups:
+            excess = means.matrix - means.matrix.clamp(-limit, limit)
             excess.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             # Most often there is no excess.  An accelerator is not waited for to find out.
             if excess.device.type != "cpu" or excess.any():
-                rows.matrix.sub_(excess)
-                self._memory.give_back(rows, excess.mul_(ranks), self._scale)
+                means.matrix.sub_(excess)
+                residuals.matrix.mul_(active).add_(excess, alpha=ranks)
+                self._gives_back = True
 
     def _row_norms(self) -> list[torch.Tensor]:
         """Return the norms of the rows of each group, (n, 1), before residuals were added."""

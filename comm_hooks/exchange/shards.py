@@ -46,10 +46,10 @@ class Shards:
             cut_into(shards, vectors)
         return stacks
 
-    def join(self, stacks: Sequence[torch.Tensor]) -> None:
-        """Copy shards, as :meth:`cut` returns them, back to the vectors."""
-        for vectors, shards in zip(self._vectors, self._shards_in(stacks), strict=True):
-            join_from(shards, vectors)
+    def join(self, stacks: Sequence[torch.Tensor], into: Workspace) -> None:
+        """Copy shards, as :meth:`cut` returns them, to a workspace like the divided one."""
+        for rows, shards in zip(into.vectors(), self._shards_in(stacks), strict=True):
+            join_from(shards, rows.matrix)
 
     def _shards_in(self, stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return, for each matrix of vectors, a view by owning rank: (owners, rows, width)."""

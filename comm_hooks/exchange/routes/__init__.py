@@ -13,7 +13,7 @@ from comm_hooks.exchange.routes.choosing import choose_route
 from comm_hooks.exchange.routes.hierarchical import Hierarchical
 from comm_hooks.exchange.routes.one_shot import Gathered, Summed
 from comm_hooks.exchange.routes.ragged import RaggedShards
-from comm_hooks.exchange.routes.route import Route
+from comm_hooks.exchange.routes.route import Route, fill_nan_
 from comm_hooks.exchange.routes.sharded import Sharded
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "Sharded",
     "Summed",
     "choose_route",
+    "fill_nan_",
 ]

@@ -6,6 +6,7 @@ only the means of nodes are compressed.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -52,7 +53,7 @@ class Hierarchical(Route):
         ranks_per_node: int,
         between: Callable[[Layout, Transport], Route],
     ) -> None:
-        self._work = layout.work
+        self._layout, self._work = layout, layout.work
         self._node = Subgroup(transport, Group("node", ranks_per_node))
         self._across = Subgroup(transport, Group("across", ranks_per_node))
         self._matrices = [rows.matrix for rows in layout.vectors()]
@@ -86,7 +87,8 @@ class Hierarchical(Route):
     def reduce(self, context: RoundContext) -> Round[None]:
         norm, nbytes = torch.linalg.vector_norm(self._work), self._padded_nbytes
         outgoing = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
-        for shards, matrix in self._pairs(self._body(outgoing)):
+        parts = self._in_parts(self._body(outgoing))
+        for matrix, shards in zip(self._matrices, parts, strict=True):
             cut_into(shards, matrix)
         # The difference is 0 if all elements are finite, else NaN.
         self._header.write_(outgoing, context.stamp, norm - norm)
@@ -96,10 +98,15 @@ class Hierarchical(Route):
         fill_nan_(mean, health)
         own = mean.split(self._numels)
         self._shards.load(own)
-        yield from self._across.within(self._between.reduce(context))
-        self._shards.store(own)
+        into = self._shards.over(torch.empty_like(mean)) if context.mean else self._shards
+        inner = replace(context, mean=into if context.mean else None)
+        yield from self._across.within(self._between.reduce(inner))
+        into.store(own)
         gathered = yield from self._node.within(ask(AllGather(mean.view(torch.uint8))))
-        for shards, matrix in self._pairs(gathered.view(torch.float32)):
+        matrices = [rows.matrix for rows in (context.mean or self._layout).vectors()]
+        for matrix, shards in zip(
+            matrices, self._in_parts(gathered.view(torch.float32)), strict=True
+        ):
             join_from(shards, matrix)
 
     def _body(self, payloads: torch.Tensor) -> torch.Tensor:
@@ -107,8 +114,8 @@ class Hierarchical(Route):
         first = self._header.nbytes
         return payloads[:, first : first + 4 * sum(self._numels)].view(torch.float32)
 
-    def _pairs(self, shards: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each matrix, a view (L, rows, width) of its shards, and the matrix."""
+    def _in_parts(self, shards: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield, for each matrix of vectors, a view (L, rows, width) of its shards."""
         sizes = [len(m) * width for m, width in zip(self._matrices, self._widths, strict=True)]
         for matrix, part in zip(self._matrices, shards.split(sizes, dim=1), strict=True):
-            yield part.unflatten(1, (len(matrix), -1)), matrix
+            yield part.unflatten(1, (len(matrix), -1))

@@ -13,6 +13,7 @@ from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
+from comm_hooks.randomness import Keys
 
 
 class OneShot(CompressedRoute):
@@ -33,24 +34,25 @@ class OneShot(CompressedRoute):
         return self.request(payload).traffic(self._transport.world_size)
 
     def reduce(self, context: RoundContext) -> Round[None]:
-        transport, noise_hook, work = self._transport, context.noise_hook, self._layout.work
+        transport, noise_hook = self._transport, context.noise_hook
+        into = context.mean or self._layout
         message = Message.of(self._layout, context, seed=self._seed, rank=transport.rank)
         reply, payloads = yield from self._send(self._format.encode(message), noise_hook)
         health = transport.compute_once(
             "health", reply, lambda: self._format.check(payloads, context)
         )
-        message.commit(torch.isfinite(health))
+        context.finish(message, health)
 
         def average() -> torch.Tensor:
-            self._average(message, payloads, noise_hook)
-            return work
+            self._average(into, message.keys, payloads, noise_hook)
+            return into.work
 
         # Each rank adds the noise itself, though it is equal on all of them.
         mean = average() if noise_hook else transport.compute_once("mean", reply, average)
-        if mean is not work:
-            work.copy_(mean)
-        fill_nan_(work, health)
-        message.give_back()
+        if mean is not into.work:
+            into.work.copy_(mean)
+        fill_nan_(into.work, health)
+        message.give_back(into)
 
     @abstractmethod
     def _send(
@@ -59,11 +61,15 @@ class OneShot(CompressedRoute):
         """Send a payload; return the collective's reply and the payloads (n, nbytes) to decode."""
 
     def _average(
-        self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
+        self,
+        into: Layout,
+        keys: Sequence[Keys],
+        payloads: torch.Tensor,
+        noise_hook: NoiseHook | None,
     ) -> None:
-        """Write the mean over ranks to the message's matrices."""
+        """Write the mean over ranks to a layout."""
         share = 1 / self._transport.world_size
-        self._format.decode_sum(message.matrices, payloads, message.keys, alpha=share)
+        self._format.decode_sum(into.matrices(), payloads, keys, alpha=share)
 
 
 class Summed(OneShot):
@@ -96,17 +102,20 @@ class Gathered(OneShot):
         return payloads, payloads
 
     def _average(
-        self, message: Message, payloads: torch.Tensor, noise_hook: NoiseHook | None
+        self,
+        into: Layout,
+        keys: Sequence[Keys],
+        payloads: torch.Tensor,
+        noise_hook: NoiseHook | None,
     ) -> None:
         if noise_hook is None:
-            super()._average(message, payloads, noise_hook)
+            super()._average(into, keys, payloads, noise_hook)
             return
-        work = self._layout.work
-        total = torch.zeros_like(work)
+        matrices, total = into.matrices(), torch.zeros_like(into.work)
         for rank, payload in enumerate(payloads):
-            self._format.decode(message.matrices, payload, message.keys, rank)
-            noise_hook.clip_(message.matrices)
-            total += work
-        work.copy_(total)
-        noise_hook.add_noise_(message.matrices)
-        work.mul_(1 / self._transport.world_size)
+            self._format.decode(matrices, payload, keys, rank)
+            noise_hook.clip_(matrices)
+            total += into.work
+        into.work.copy_(total)
+        noise_hook.add_noise_(matrices)
+        into.work.mul_(1 / self._transport.world_size)

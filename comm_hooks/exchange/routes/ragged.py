@@ -58,14 +58,14 @@ class RaggedShards:
         payloads = health.new_zeros(ranks, self._nbytes, dtype=torch.uint8)
         for payload, format_, message in zip(payloads, self._formats, messages, strict=True):
             format_.encode(message, health=health, out=payload[: format_.nbytes])
-        message, work = messages[own], self._layouts[own].work
+        message, into = messages[own], context[own].mean or self._layouts[own]
         received, health = yield from scatter(
             payloads, self._formats[own], context[own], final=True
         )
         for each in messages:
-            each.commit(torch.isfinite(health))
-        self._formats[own].decode_sum(message.matrices, received, message.keys, alpha=1 / ranks)
-        fill_nan_(work, health)
+            context[own].finish(each, health)
+        self._formats[own].decode_sum(into.matrices(), received, message.keys, alpha=1 / ranks)
+        fill_nan_(into.work, health)
         # No other rank has this mean.
-        message.give_back(ranks=ranks, factor=factor)
-        work.mul_(factor)
+        message.give_back(into, ranks=ranks, factor=factor)
+        into.work.mul_(factor)

@@ -75,7 +75,7 @@ class Sharded(CompressedRoute):
             residuals=message.residuals,
             wholes=message.matrices,
         )
-        owned = [part.matrix for part in self._owned.parts()]
+        owned = self._owned.matrices()
         received, health = yield from scatter(payloads, self._uplink, context, final=False)
         # Noise belongs to the sum.
         share = 1.0 if context.noise_hook else 1 / ranks
@@ -94,23 +94,22 @@ class Sharded(CompressedRoute):
             means,
             lambda: self._downlink.check(means, context, senders="the owner of shard"),
         )
-        accept = torch.isfinite(health)
-        passed_on.commit(accept)
+        context.finish(passed_on, health)
         if context.memory:
-            self._shards.join(shards)
-            message.commit(accept)
-        work = self._layout.work
+            self._shards.join(shards, self._layout)
+            context.finish(message, health)
+        into = context.mean or self._layout
 
         def join() -> torch.Tensor:
             self._downlink.decode_all(shards, means, [part.ravel() for part in downlink])
-            self._shards.join(shards)
-            return work
+            self._shards.join(shards, into)
+            return into.work
 
         mean = self._transport.compute_once("mean", means, join)
-        if mean is not work:
-            work.copy_(mean)
-        fill_nan_(work, health)
-        message.give_back()
+        if mean is not into.work:
+            into.work.copy_(mean)
+        fill_nan_(into.work, health)
+        message.give_back(into)
 
 
 def scatter(

@@ -1,6 +1,6 @@
 """Exchanges that are pending until the end of a backward pass."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,21 @@ class PendingExchanges:
     """
 
     def __init__(self) -> None:
+        self._finish: Callable[[], None] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
         self._error: Exception | None = None
+        self._is_in_pass = False
 
-    def begin(self) -> None:
-        """Forget earlier exchanges, and wait for the new ones at the end of this backward pass."""
-        self._futures, self._error = [], None
+    def begin(self, finish: Callable[[], None]) -> None:
+        """Forget earlier exchanges, and wait for the new ones at the end of this backward pass.
+
+        Args:
+            finish: called after all exchanges, before DDP copies its buckets into gradients.
+        """
+        self._futures, self._error, self._finish = [], None, finish
         # There is no backward pass on a rank that has left a join().
-        if torch._C._current_graph_task_id() != -1:
+        self._is_in_pass = torch._C._current_graph_task_id() != -1
+        if self._is_in_pass:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @contextmanager
@@ -35,12 +42,15 @@ class PendingExchanges:
             self._error = self._error or error
             raise
 
-    def add(self, future: torch.futures.Future[Any]) -> None:
-        """Wait for a future at the end of the backward pass."""
+    def add(self, future: torch.futures.Future[Any], *, is_last: bool) -> None:
+        """Wait for a future at the end of the backward pass; without one, after the last."""
         self._futures.append(future)
+        if is_last and not self._is_in_pass:
+            self._end()
 
     def _end(self) -> None:
         futures, self._futures = self._futures, []
+        finish, self._finish = self._finish, None
         try:
             with record_function(WAIT):
                 for future in futures:
@@ -50,3 +60,5 @@ class PendingExchanges:
             if error is None:
                 raise
             raise error from error.__cause__
+        if finish is not None:
+            finish()

@@ -17,6 +17,7 @@ from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
+from comm_hooks.exchange.routes import fill_nan_
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.exchange.sparse import average_sparse
@@ -124,6 +125,7 @@ class CompressionState:
         self._saved_buckets: list[list[str]] = []
         self._accumulation = AccumulationCheck()
         self._pending = PendingExchanges()
+        self._buffers: list[torch.Tensor] = []
         self._has_model, self._is_its_pass = bool(self._names), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
@@ -133,6 +135,7 @@ class CompressionState:
         duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
         duplicate.exchange.owner = duplicate
         duplicate._pending = PendingExchanges()
+        duplicate._buffers = []
         duplicate._accumulation = AccumulationCheck()
         return duplicate
 
@@ -232,13 +235,17 @@ class CompressionState:
         """Start to average a bucket; return a future of the bucket's buffer with the mean."""
         exchange, buffer = self.exchange, bucket.buffer()
         if bucket.index() == 0:
-            self._pending.begin()
+            self._pending.begin(self._finish)
+            self._buffers.clear()
             # After an overflow a GradScaler leaves gradients in place as well.
             if self.loss_scale is None:
                 self._accumulation.check(bucket)
         if buffer.is_sparse:
-            return average_sparse(exchange, buffer)  # a bucket of one parameter
+            future = average_sparse(exchange, buffer)  # a bucket of one parameter
+            self._pending.add(future, is_last=bucket.is_last())
+            return future
         require_dense_floats(buffer)
+        self._buffers.append(buffer)
         parameters, gradients = bucket.parameters(), gradients_in(bucket)
         scale = float(self.loss_scale()) if self.loss_scale else 1.0
         compress = exchange.step >= self.start_compression_step
@@ -249,15 +256,27 @@ class CompressionState:
                 tensors = [gradients[place] for place in part]
                 own_bucket = exchange.buckets.of_parameters(own, tensors, self._name)
                 yield from exchange.bucket_round(
-                    own_bucket, tensors, compress=compress, scale=scale, replica=own
+                    own_bucket,
+                    tensors,
+                    compress=compress,
+                    scale=scale,
+                    replica=own,
+                    partial=True,
                 )
             return buffer
 
         rounds = [round_(part) for part in self.parts(parameters)]
         futures = [exchange.transport.run_async(each, buffer.device) for each in rounds]
         future = after_all(futures, buffer.device)
-        self._pending.add(future)
+        self._pending.add(future, is_last=bucket.is_last())
         return future
+
+    def _finish(self) -> None:
+        """End the step; if a bucket was not finite, fill all buckets with NaN."""
+        health, buffers = self.exchange.end_step(), list(self._buffers)
+        self._buffers.clear()
+        for buffer in buffers:
+            fill_nan_(buffer, health.to(buffer.device))
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
@@ -321,10 +340,7 @@ def compression_hook(
     """
     require_bucket(bucket)
     state.check_model(bucket)
-    future = state.average(bucket)
-    if bucket.is_last():
-        state.exchange.end_step()
-    return future
+    return state.average(bucket)
 
 
 def skip_hook(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.exchange.routes import fill_nan_
 from comm_hooks.exchange.sparse import average_sparse
 
 
@@ -44,14 +45,16 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
     @torch.no_grad()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale, compress = _loss_scale(engine), compresses()
+        averaged: list[torch.Tensor] = []
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
             bucket = exchange.buckets.of_parameters(
                 parameters, tensors, engine.param_names.__getitem__
             )
             exchange.transport.run(
-                exchange.bucket_round(bucket, tensors, compress=compress, scale=scale)
+                exchange.bucket_round(bucket, tensors, compress=compress, scale=scale, partial=True)
             )
-        exchange.end_step()
+            averaged += tensors
+        _end_step(exchange, averaged)
 
     engine._reduce_non_expert_gradients = reduce
 
@@ -114,7 +117,9 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
         tensors = mean.split([parameter.numel() for parameter in parameters])
         found = exchange.buckets.of_parameters(parameters, tensors, engine.param_names.__getitem__)
         exchange.transport.run(
-            exchange.bucket_round(found, tensors, compress=compresses(), scale=_loss_scale(engine))
+            exchange.bucket_round(
+                found, tensors, compress=compresses(), scale=_loss_scale(engine), partial=True
+            )
         )
         has_exchanged = True
         if mean is not bucket:
@@ -126,12 +131,21 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
         nonlocal has_exchanged
         finish(*args, **kwargs)
         if has_exchanged:
-            exchange.end_step()
+            of_groups = (getattr(optimizer, "averaged_gradients", None) or {}).values()
+            _end_step(exchange, [g for of_group in of_groups for g in of_group or ()])
         has_exchanged = False
 
     optimizer.reduce_scatter = False
     optimizer.gradient_reduction_w_predivide = reduce
     optimizer.overlapping_partition_gradients_reduce_epilogue = finish_and_count
+
+
+def _end_step(exchange: Exchange, gradients: Iterable[torch.Tensor | None]) -> None:
+    """End a step; fill all gradients with NaN if some gradient was not finite on some rank."""
+    health = exchange.end_step()
+    for gradient in gradients:
+        if gradient is not None:
+            fill_nan_(gradient, health.to(gradient.device))
 
 
 def _loss_scale(engine: Any) -> float:

@@ -110,7 +110,13 @@ def compress_all_reduce(
     _agree(exchange, shards, dist.get_process_group_ranks(group))
     replicas = ReplicaCheck(units, exchange.transport, shards)
     state = CompressedReduction(
-        exchange, units, [shards.rank], loss_scale, replicas, [units[0].shard_group]
+        exchange,
+        units,
+        [shards.rank],
+        loss_scale,
+        replicas,
+        [units[0].shard_group],
+        others=shards,
     )
     waiting: dict[str, torch.Tensor] = {}
     for unit in units:
@@ -142,7 +148,7 @@ def _reduce(
     if segments:
         bucket = exchange.buckets.of_segments(segments, flat.device)
         # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
-        exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale))
+        exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale, partial=True))
     state.end()
 
 

@@ -99,9 +99,10 @@ def compress_reduce_scatter(
     exchange = new_exchange(model, units, compressor, caller, units[0].shard_group, settings)
     exchange.agree_now()
     group = units[0].replica_group
-    replicas = ReplicaCheck(units, TorchDistributed(group), exchange.transport) if group else None
+    others = TorchDistributed(group) if group else None
+    replicas = ReplicaCheck(units, others, exchange.transport) if others else None
     shards = range(exchange.transport.world_size)
-    state = CompressedReduction(exchange, units, shards, loss_scale, replicas)
+    state = CompressedReduction(exchange, units, shards, loss_scale, replicas, others=others)
     for unit in units:
         # torch's ReduceScatter is private; only its two methods are called.
         unit.module.set_custom_reduce_scatter(_ReduceScatter(state, unit))  # type: ignore[arg-type]

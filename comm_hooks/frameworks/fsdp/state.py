@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.requests import AllGatherObject, AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange, ExchangeSettings
+from comm_hooks.exchange.routes import fill_nan_
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.fsdp.units import Unit, warn_of_unsharded
 from comm_hooks.requirements import first_of
@@ -30,6 +31,8 @@ class CompressedReduction:
         replicas: the check of the weights of other replicas; None without other replicas.
         model_parallel_groups: groups of ranks with other parts of the model, which do not exchange
             with each other.
+        others: the transport between this rank and those that end a step with it, besides the
+            ranks of the exchange; None if there are none.
 
     Attributes:
         exchange: the exchange, with its settings, residuals and counts of steps and bytes.
@@ -43,6 +46,8 @@ class CompressedReduction:
         loss_scale: Callable[[], float] | None,
         replicas: "ReplicaCheck | None",
         model_parallel_groups: Sequence[dist.ProcessGroup] = (),
+        *,
+        others: Transport | None = None,
     ) -> None:
         self.exchange = exchange
         self.model_parallel_groups = list(model_parallel_groups)
@@ -50,6 +55,7 @@ class CompressedReduction:
         self._shards = shards
         self._loss_scale = loss_scale
         self._replicas = replicas
+        self._others = others
 
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
@@ -103,9 +109,18 @@ class CompressedReduction:
         def end_step() -> None:
             # Every module's reduction registers one; the first one ends the step.
             if exchange.step == step:
-                exchange.end_step()
+                health = exchange.end_step(self._agree if self._others else None)
+                for unit in self._units:
+                    for gradient in unit.gradients():
+                        fill_nan_(gradient, health.to(gradient.device))
 
         torch.autograd.Variable._execution_engine.queue_callback(end_step)
+
+    def _agree(self, health: torch.Tensor) -> torch.Tensor:
+        """Return 0 if the gradients of all ranks that end a step together are finite, else NaN."""
+        assert self._others is not None
+        total = self._others.perform(AllReduce(health.view(1)))
+        return total.squeeze(0)
 
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` if states have residuals of shards that this rank does not hold."""

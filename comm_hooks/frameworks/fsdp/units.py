@@ -84,6 +84,11 @@ class Unit:
         """Return the shards that this rank holds, frozen ones included, by parameter name."""
         return {self._name(p): p.sharded_param.to_local() for p in self.group.fsdp_params}
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of the shards that this rank holds."""
+        found = [p.sharded_param.grad for p in self.group.fsdp_params]
+        return [gradient.to_local() for gradient in found if gradient is not None]
+
     def pieces(self, *, frozen: bool = False) -> list[Piece]:
         """Return each trainable (with ``frozen``: each) parameter's piece of the flat gradient."""
         ranks = self.group.mesh_info.shard_mesh_size
