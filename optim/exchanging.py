@@ -179,8 +179,8 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self.overflow = False
         if self.is_paused:
             return
-        self._frozen.check()
-        with local_gradients(self._parameters()):
+        with self.exchange.failing_together(), local_gradients(self._parameters()):
+            self._frozen.check()
             self._step(self._gradients())
 
     def hyperparameters(self) -> dict[str, Any]:

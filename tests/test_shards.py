@@ -34,7 +34,7 @@ def test_what_is_cut_can_be_joined(
     everything = torch.cat([expected[:0], *(stack.flatten() for stack in stacks)])
     assert torch.equal(everything[everything != 0].sort().values, expected)
     layout.work.zero_()
-    shards.join(stacks)
+    shards.join(stacks, layout)
     assert torch.equal(layout.work, expected)
 
 

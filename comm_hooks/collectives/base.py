@@ -76,18 +76,19 @@ class Transport(ABC):
     ) -> torch.futures.Future[Result]:
         """Begin a round and return a future of its result; by default run the round, blocking.
 
+        Call :meth:`begin` before the first round of a step.
+
         Args:
             round_: the round; on an accelerator it must return a tensor.
             device: the device of the round's tensors; None: the CPU.
         """
         return completed(self.run(round_))
 
-    def begin_round(self) -> int:
-        """Begin a round and return its number, an argument of :meth:`report`."""
-        return 0
+    def begin(self) -> None:  # noqa: B027
+        """Begin a step: rounds that :meth:`run_async` begins from now on fail together."""
 
-    def report(self, error: BaseException, round_number: int) -> None:
-        """Tell the other ranks, which may be waiting, the error that ended a round on this rank.
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, which may be waiting, the error that ended a step on this rank.
 
         Does nothing by default.
         """

@@ -5,64 +5,71 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.requests import AllGatherObject, Request
+from comm_hooks.collectives.requests import Request, Result
 from comm_hooks.errors import PeerError
 
 _LONGEST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# The clocks of nodes differ by less.
+CLOSED = "the connections were closed by a failure"
 _LATE_SECONDS = 0.5
+_NEARLY = 0.9  # the share of the timeout after which a wait has ended because of it
 # The place in the source of a library, in its error messages.
 _SOURCE = re.compile(r"\[\S+\.\w+:\d+\] ")
 
 
 @dataclass
 class Progress:
-    """Counts the rounds of this process in a process group, over all exchanges.
+    """Counts the failures of this process in a process group, over all exchanges.
 
-    Messages between ranks carry the number of their round: a rank that catches an error and
-    continues must not take an old failure for a new one.
+    A failure ends an epoch on all ranks: each of them gets an error, makes new connections, and
+    goes on in the next epoch if the caller catches the error.  What ranks say through the store
+    has the epoch in its name, so an old failure is not taken for a new one.
 
     Attributes:
         generation: the number of earlier groups of the same name in this process; their messages
             are still in the store.
-        begun: the number of rounds that have begun, the present one included.
-        forgiven: the number of the last round that had failed on this rank when the present round
-            or comparison began.
-        notices: the number of comparisons of settings within the present round.
+        epoch: the number of failures so far.
+        compared: the number of comparisons of settings in the present epoch.
+        connections: those of the present epoch, of all transports of the group.
     """
 
     generation: int = 0
-    begun: int = 0
-    forgiven: int = -1
-    notices: int = 0
-    _failed: int = -1
+    epoch: int = 0
+    compared: int = 0
+    connections: WeakSet[Any] = field(default_factory=WeakSet)
 
-    def begin(self) -> int:
-        """Count a new round; return its number, from 1."""
-        self.begun += 1
-        self.notices = 0
-        self.forgiven = self._failed
-        return self.begun
+    def compare(self, epoch: int) -> str:
+        """Count a new comparison of settings; return a name for it, the same on all ranks.
 
-    def compare(self) -> str:
-        """Count a new comparison of settings; return a name for it, the same on all ranks."""
-        self.notices += 1
-        self.forgiven = self._failed
-        return f"{self.begun}.{self.notices}"
+        Raises:
+            RuntimeError: if the epoch has ended.
+        """
+        if epoch != self.epoch:
+            raise RuntimeError(CLOSED)
+        self.compared += 1
+        return f"{epoch}.{self.compared}"
 
-    def fail(self, number: int) -> None:
-        """Record that the round of this number has failed on this rank."""
-        self._failed = max(self._failed, number)
+    def fail(self, epoch: int) -> None:
+        """End an epoch, unless it has ended already, and close its connections.
+
+        Ranks that wait for a message of this one then fail at once, and end the epoch, too.
+        """
+        if epoch == self.epoch:
+            self.epoch, self.compared = epoch + 1, 0
+            for connection in list(self.connections):
+                connection.close()
+            self.connections.clear()
 
 
 _generations: Counter[str] = Counter()
@@ -70,7 +77,7 @@ _of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
 
 
 def progress_of(group: dist.ProcessGroup) -> Progress:
-    """Return the round counter of this process in a process group, shared by all transports."""
+    """Return the failures of this process in a process group, shared by all transports."""
     if group not in _of_group:
         name = group.group_name
         _of_group[group] = Progress(_generations[name])
@@ -107,77 +114,81 @@ class FailureDetector:
         self._own = own
         self._timeout = timeout
         self._progress = progress
-        self._reason = ""
+        self._reasons: dict[int, str] = {}
 
-    def report(self, error: BaseException, round_number: int) -> None:
+    def report(self, error: BaseException) -> None:
         """Write the error of this rank to the store, for the other ranks, which may be waiting."""
-        self._progress.fail(round_number)
-        failure = {"round": round_number, "error": f"{type(error).__name__}: {_line(error)}"}
-        _within(_LONGEST_SECONDS, lambda: self._say("failure", failure))
+        epoch, text = self._progress.epoch, f"{type(error).__name__}: {_line(error)}"
+        self._reasons.setdefault(epoch, f"rank {self._own} failed: {text}")
+        with suppress(TimeoutError, RuntimeError):
+            within(_LONGEST_SECONDS, lambda: self._say(epoch, "failure", text))
+        self._progress.fail(epoch)
 
-    def has_failed(self, ranks: Sequence[int]) -> bool:
-        """Return whether any of ``ranks`` reported a failure since the last one on this rank."""
-        kinds = ("signed", "failure")
-        return any(self._said(kind, rank) for kind in kinds for rank in ranks)
+    def has_failed(self, ranks: Sequence[int], epoch: int) -> bool:
+        """Return whether this rank or any of ``ranks`` has ended the epoch."""
+        kinds = "signed", "failure"
+        return epoch != self._progress.epoch or any(
+            self._said(epoch, kind, rank) for kind in kinds for rank in ranks
+        )
 
-    def _say(self, kind: str, said: Mapping[str, Any]) -> None:
-        self._store.set(f"{kind} {self._own}", json.dumps(said))
+    def _say(self, epoch: int, kind: str, said: object) -> None:
+        self._store.set(f"{epoch} {kind} {self._own}", json.dumps(said))
 
-    def _said(self, kind: str, rank: int) -> dict[str, Any] | None:
-        """Return a rank's report of a kind; None if it has none, or only one of an old failure."""
-        if not self._store.check([f"{kind} {rank}"]):
-            return None
-        said: dict[str, Any] = json.loads(self._store.get(f"{kind} {rank}"))
-        return said if said["round"] > self._progress.forgiven else None
+    def _said(self, epoch: int, kind: str, rank: int) -> Any:
+        """Return a rank's report of a kind; None if it has none."""
+        name = f"{epoch} {kind} {rank}"
+        return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
-    def explain(self, error: BaseException, request: Request) -> PeerError:
-        """Return an error that names the ranks at fault; wait some seconds for all reports.
+    def explain(
+        self, epoch: int, error: BaseException, request: Request, waited: float
+    ) -> PeerError:
+        """End the epoch; return an error that names the ranks at fault.
+
+        Waits some seconds for the reports of all ranks.
 
         Args:
+            epoch: the epoch of the collective that failed.
             error: the error of the network library.
-            request: the collective that failed.
+            request: the collective.
+            waited: the seconds that this rank has waited in it.
         """
-        cause = _line(error)
-        if self._reason:
-            # Connections do not survive a failed collective: later errors have the same reason.
-            return PeerError(f"an exchange failed because {self._reason} ({cause})")
-        waited = min(_LONGEST_SECONDS, self._timeout.total_seconds())
+        self._progress.fail(epoch)
+        if epoch not in self._reasons:
+            self._reasons[epoch] = self._find_reason(request, epoch, waited)
+        return PeerError(f"an exchange failed because {self._reasons[epoch]} ({_line(error)})")
+
+    def _find_reason(self, request: Request, epoch: int, waited: float) -> str:
+        longest = min(_LONGEST_SECONDS, self._timeout.total_seconds())
         signed: dict[int, dict[str, Any]] = {}
         failures: dict[int, str] = {}
-        number = self._progress.begun
-        self._progress.fail(number)
 
         def call() -> None:
-            self._say("signed", {"round": number, "at": time.time(), "request": str(request)})
-            until = time.monotonic() + waited
-            while time.monotonic() < until:
+            self._say(epoch, "signed", {"waited": waited, "request": str(request)})
+            until = time.monotonic() + longest
+            while len(signed) < len(self._ranks) and time.monotonic() < until:
                 for rank in set(self._ranks) - set(signed):
-                    if said := self._said("signed", rank):
+                    if said := self._said(epoch, "signed", rank):
                         signed[rank] = said
-                if len(signed) == len(self._ranks):
-                    break
+                    elif said := self._said(epoch, "failure", rank):
+                        failures[rank] = said
+                if failures:
+                    return
                 time.sleep(_POLL_SECONDS)
-            for rank in self._ranks:
-                if said := self._said("failure", rank):
-                    failures[rank] = said["error"]
 
-        # In a thread of its own: a store whose process has ended may never answer.
-        if not _within(2 * waited + 1, call):
-            reason = (
+        try:
+            within(2 * longest + 1, call)
+        except (TimeoutError, RuntimeError):
+            return (
                 "the key-value store of the process group does not answer: the process that keeps "
-                "it, often rank 0, has ended or cannot be reached"
+                "it, often rank 0, has ended, is stopped or cannot be reached"
             )
-        else:
-            reason = self._told(signed, failures)
-        if not isinstance(request, AllGatherObject):
-            self._reason = reason
-        return PeerError(f"an exchange failed because {reason} ({cause})")
+        return self._told(signed, failures)
 
     def _told(self, signed: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]) -> str:
         """Return in words why a collective failed.
 
         Args:
-            signed: the report of each rank that gave up: the round, the time and the collective.
+            signed: the report of each rank that gave up: the collective, and how long it waited.
             failures: the error of each rank that raised one, by rank.
         """
         if failures:
@@ -190,14 +201,16 @@ class FailureDetector:
                 f"{_named(absent)} did not take part: ended, stopped, or late by more than the "
                 f"timeout of {timeout}"
             )
-        first = min(signed, key=lambda rank: signed[rank]["at"])
-        late = {rank: note["at"] - signed[first]["at"] for rank, note in signed.items()}
+        # Ages: clocks of nodes may differ.
+        first = max(signed, key=lambda rank: signed[rank]["waited"])
+        longest = signed[first]["waited"]
+        late = {rank: longest - note["waited"] for rank, note in signed.items()}
         late = {rank: after for rank, after in late.items() if after > _LATE_SECONDS}
         reasons = []
-        if late:
+        if late and longest > _NEARLY * self._timeout.total_seconds():
             reasons.append(
-                f"{_named(list(late))} came too late: {min(late.values()):.1f} s after rank "
-                f"{first} had given up (the timeout is {timeout})"
+                f"{_named(list(late))} came too late: {min(late.values()):.1f} s or more after "
+                f"rank {first} (the timeout is {timeout})"
             )
         if different := different_requests({r: signed[r]["request"] for r in self._ranks}):
             reasons.append(different)
@@ -231,18 +244,21 @@ def _line(error: BaseException) -> str:
     return _SOURCE.sub("", (str(error) or repr(error)).splitlines()[0]).partition(". ")[0]
 
 
-def _within(seconds: float, call: Any) -> bool:
-    """Call a function in another thread; return whether it returned in time, without an error."""
-    done = threading.Event()
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Call a function in another thread and return its result, or raise its error.
+
+    For calls of a store, which may never answer: its process may have ended, or be stopped.
+
+    Raises:
+        TimeoutError: if the function does not return in time; the thread is left behind.
+    """
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            call()
-            done.set()
-        except Exception:  # the store is gone
-            return
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="comm-hooks failure detection", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done.is_set()
+    threading.Thread(target=run, name="comm-hooks failure detection", daemon=True).start()
+    return future.result(seconds)

@@ -1,5 +1,7 @@
 """A transport over gloo connections that belong to no process group of ``torch.distributed``."""
 
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.failure_detection import CLOSED, within
 from comm_hooks.collectives.requests import (
     AllGather,
     AllReduce,
@@ -32,7 +35,8 @@ class GlooRanks(Transport):
         store: a key-value store that only these ranks use.
         rank, world_size: the rank of this process among these ranks, and their number.
         timeout: the timeout of a collective; None: torch's default.
-        explain: returns the error to raise instead of a network error during a request.
+        explain: returns the error to raise instead of a network error during a request, given
+            the seconds that this rank has waited in it.
 
     Not supported: tensors on accelerators.
     """
@@ -43,7 +47,7 @@ class GlooRanks(Transport):
         rank: int,
         world_size: int,
         timeout: timedelta | None,
-        explain: Callable[[BaseException, Request], BaseException],
+        explain: Callable[[BaseException, Request, float], BaseException],
     ) -> None:
         self._store = store
         self.rank = rank
@@ -51,14 +55,20 @@ class GlooRanks(Transport):
         self._timeout = timeout or dist.default_pg_timeout
         self._explain = explain
         self._parts: dict[Group, GlooRanks] = {}
+        self.is_closed = False
 
     @cached_property
     def _rings(self) -> Rings:
+        if self.is_closed:
+            raise RuntimeError(CLOSED)
         # Not every build of torch has it.
         from torch.distributed import ProcessGroupGloo
 
         # Connects to all others, so not before it is needed.
-        context = ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout)
+        context = within(
+            self._timeout.total_seconds(),
+            lambda: ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout),
+        )
         return Rings(context, self.rank, self.world_size)
 
     def connect(self, request: Request) -> None:
@@ -74,6 +84,13 @@ class GlooRanks(Transport):
             with self._explaining(request):
                 _ = self._rings
 
+    def close(self) -> None:
+        """Close all connections: ranks that wait for a message of this one get an error."""
+        self.is_closed = True
+        for part in self._parts.values():
+            part.close()
+        self.__dict__.pop("_rings", None)
+
     def perform(self, request: Request) -> Any:
         if request.group:
             return self._part(request.group).perform(replace(request, group=None))
@@ -85,10 +102,13 @@ class GlooRanks(Transport):
 
     @contextmanager
     def _explaining(self, request: Request) -> Iterator[None]:
+        begin = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            raise self._explain(error, request) from error
+        except (TimeoutError, RuntimeError) as error:
+            waited = time.monotonic() - begin
+            traceback.clear_frames(error.__traceback__)  # their messages keep connections open
+            raise self._explain(error, request, waited) from error
 
     def _perform(self, request: Request) -> Any:
         if isinstance(request, AllReduce):
@@ -102,6 +122,8 @@ class GlooRanks(Transport):
 
     def _part(self, group: Group) -> "GlooRanks":
         if group not in self._parts:
+            if self.is_closed:
+                raise RuntimeError(CLOSED)
             members = group.members(self.rank, self.world_size)
             name = f"{group.kind} of {group.ranks_per_node} from {members[0]}"
             self._parts[group] = GlooRanks(

@@ -47,12 +47,10 @@ class Group:
 class Request:
     """A collective that a round requests.
 
-    ``final`` marks the last collective of a round, which only arithmetic follows.  ``group``
-    restricts the collective to some ranks; None: all ranks.
+    ``group`` restricts the collective to some ranks; None: all ranks.
     """
 
     payload: Any
-    final: bool = True
     group: Group | None = None
     _name: ClassVar[str]
 
@@ -116,7 +114,6 @@ class AllGatherObject(Request):
     this comparison (a rank has made its optimizer again), so that a collective might hang.
     """
 
-    final: bool = False
     about: str = "settings"
     may_be_alone: bool = False
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.failure_detection import different_requests, progress_of
+from comm_hooks.collectives.failure_detection import different_requests, progress_of, within
 from comm_hooks.collectives.requests import AllGatherObject, decoded, encoded
 from comm_hooks.errors import PeerError
 
 _FIRST_POLL_SECONDS = 0.001
 _POLL_SECONDS = 0.05
+_SECONDS_TO_ANSWER = 5.0
+"""After the timeout: for a store that still answers."""
 
 
 class StoreGather:
@@ -32,7 +34,7 @@ class StoreGather:
         group: the process group of these ranks.
         timeout_seconds: the longest time to wait for other ranks.
         is_over: returns whether it is useless to wait longer, given the group ranks of the absent
-            ranks.
+            ranks and the epoch.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class StoreGather:
         store: Store,
         group: dist.ProcessGroup,
         timeout_seconds: float,
-        is_over: Callable[[Sequence[int]], bool],
+        is_over: Callable[[Sequence[int], int], bool],
     ) -> None:
         self._store = PrefixStore("notices", store)
         self._group = group
@@ -48,28 +50,22 @@ class StoreGather:
         self._timeout_seconds = timeout_seconds
         self._is_over = is_over
 
-    def gather(self, request: AllGatherObject) -> list[Any]:
+    def gather(self, request: AllGatherObject, epoch: int) -> list[Any]:
         """Return the values of all ranks, in rank order.
+
+        Args:
+            request: the value of this rank.
+            epoch: see :class:`~comm_hooks.collectives.failure_detection.Progress`.
 
         Raises:
             PeerError: on all ranks, if ranks compare different things (settings, tensors).
             TimeoutError: if the value of a rank does not arrive in time.
         """
-        value = request.payload
-        ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
-        if ranks == 1:
-            return [decoded(encoded(value))]
-        name = self._progress.compare()
-        text = json.dumps({str(request): value}).encode()
-        mark = hashlib.sha256(text).hexdigest()
-        self._store.set(f"{name} value {own}", text.decode())
-        self._store.set(f"{name} digest {own}", mark)
-        places = [f"{name} digest {rank}" for rank in range(ranks)]
-        self._wait(places)
-        found = []
-        for rank, place in enumerate(places):
-            is_alike = self._store.get(place).decode() == mark
-            found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
+        if dist.get_world_size(self._group) == 1:
+            return [decoded(encoded(request.payload))]
+        name = self._progress.compare(epoch)
+        seconds = self._timeout_seconds + _SECONDS_TO_ANSWER
+        found = within(seconds, lambda: self._gather(name, request, epoch))
         said = [decoded(each) for each in found]
         named = dist.get_process_group_ranks(self._group)
         requests = dict(zip(named, (next(iter(each)) for each in said), strict=True))
@@ -77,12 +73,26 @@ class StoreGather:
             raise PeerError(f"an exchange failed because {reason}")
         return [each[str(request)] for each in said]
 
-    def _wait(self, places: Sequence[str]) -> None:
+    def _gather(self, name: str, request: AllGatherObject, epoch: int) -> list[bytes]:
+        ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
+        text = json.dumps({str(request): request.payload}).encode()
+        mark = hashlib.sha256(text).hexdigest()
+        self._store.set(f"{name} value {own}", text.decode())
+        self._store.set(f"{name} digest {own}", mark)
+        places = [f"{name} digest {rank}" for rank in range(ranks)]
+        self._wait(places, epoch)
+        found = []
+        for rank, place in enumerate(places):
+            is_alike = self._store.get(place).decode() == mark
+            found.append(text if is_alike else self._store.get(f"{name} value {rank}"))
+        return found
+
+    def _wait(self, places: Sequence[str], epoch: int) -> None:
         until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         # Not Store.wait(): it would block all other threads of the store.
         while not self._store.check(list(places)):
             absent = [rank for rank, place in enumerate(places) if not self._store.check([place])]
-            if absent and (time.monotonic() > until or self._is_over(absent)):
+            if absent and (time.monotonic() > until or self._is_over(absent, epoch)):
                 raise TimeoutError(f"{len(absent)} of {len(places)} ranks have sent no values")
             time.sleep(poll)
             poll = min(2 * poll, _POLL_SECONDS)

@@ -44,7 +44,7 @@ class Subgroup(Transport):
         try:
             request = next(round_)
             while True:
-                reply = yield replace(request, final=False, group=self._group)
+                reply = yield replace(request, group=self._group)
                 request = round_.send(reply)
         except StopIteration as stop:
             return stop.value

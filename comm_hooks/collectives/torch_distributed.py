@@ -1,10 +1,13 @@
 """A transport over a ``torch.distributed`` process group."""
 
 import os
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,11 +80,14 @@ class TorchDistributed(Transport):
         self.ranks_per_node = _ranks_per_node(self._group)
         self._parts: dict[Group, dist.ProcessGroup] = {}
         self._worker: RoundWorker | None = None
+        self._worker_epoch = -1
+        self._epoch_of_step: int | None = None
         self._streams: dict[torch.device, Any] = {}
         store = dist.distributed_c10d._get_default_store()
         timeout = _timeout(self._group) or dist.default_pg_timeout
         # Of each group: others may continue when one has failed.
         self._progress = progress_of(self._group)
+        self._begun_in = self._progress.epoch
         name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
         of_group = PrefixStore(name, store)
         self._failures = FailureDetector(
@@ -91,7 +97,9 @@ class TorchDistributed(Transport):
             of_group,
             self._group,
             timeout.total_seconds(),
-            lambda absent: self._failures.has_failed([self.ranks[rank] for rank in absent]),
+            lambda absent, epoch: self._failures.has_failed(
+                [self.ranks[rank] for rank in absent], epoch
+            ),
         )
 
     @property
@@ -118,20 +126,21 @@ class TorchDistributed(Transport):
 
     @property
     def _gloo(self) -> GlooRanks:
-        if self._group not in _gloo_of:
-            _gloo_of[self._group] = self._gloo_ranks()
-        return _gloo_of[self._group]
+        found = _gloo_of.get(self._group)
+        if found is None or found.is_closed:
+            found = _gloo_of[self._group] = self._gloo_ranks()
+        return found
 
     def _gloo_ranks(self) -> GlooRanks:
         """Return a transport among the same ranks over new gloo connections.  Collective."""
         # Unique for this group and moment: the store outlives both.
-        name = f"{uuid.uuid4().hex} {self._progress.begun}.{self._progress.notices}"
-        names = self._compare(AllGatherObject(name, about="connections"))
+        names = self._compare(AllGatherObject(uuid.uuid4().hex, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
-        return GlooRanks(
-            store, self.rank, self.world_size, _timeout(self._group), self._failures.explain
-        )
+        explain = partial(self._failures.explain, self._epoch)
+        made = GlooRanks(store, self.rank, self.world_size, _timeout(self._group), explain)
+        self._progress.connections.add(made)
+        return made
 
     def perform(self, request: Request) -> Any:
         if isinstance(request, AllGatherObject):
@@ -142,28 +151,29 @@ class TorchDistributed(Transport):
         return self._perform(request)
 
     def _compare(self, request: AllGatherObject) -> list[Any]:
-        try:
-            return self._store_gather.gather(request)
-        except PeerError:
-            raise
-        except (TimeoutError, RuntimeError) as error:
-            raise self._failures.explain(error, request) from error
+        with self._explaining(request):
+            return self._store_gather.gather(request, self._epoch)
 
     def _perform(self, request: Request) -> Any:
         if self._goes_by_gloo(request):
-            try:
-                return self._gloo.perform(request)
-            except PeerError:
-                # These connections are dead.
-                _gloo_of.pop(self._group, None)
-                raise
+            return self._gloo.perform(request)
         group = self._part(request.group)
-        try:
+        with self._explaining(request):
             work, reply = self._issue(request, group)
             work.wait()
-        except RuntimeError as error:
-            raise self._failures.explain(error, request) from error
-        return reply
+            return reply
+
+    @contextmanager
+    def _explaining(self, request: Request) -> Iterator[None]:
+        epoch, begin = self._epoch, time.monotonic()
+        try:
+            yield
+        except PeerError:
+            self._progress.fail(epoch)
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            waited = time.monotonic() - begin
+            raise self._failures.explain(epoch, error, request, waited) from error
 
     @property
     def _device(self) -> torch.device:
@@ -173,11 +183,8 @@ class TorchDistributed(Transport):
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def begin_round(self) -> int:
-        return self._progress.begin()
-
-    def report(self, error: BaseException, round_number: int) -> None:
-        self._failures.report(error, round_number)
+    def report(self, error: BaseException) -> None:
+        self._failures.report(error)
 
     def run_async(
         self, round_: Round[Result], device: torch.device | None = None
@@ -186,18 +193,29 @@ class TorchDistributed(Transport):
             return self._run_on_stream(round_, device)
         if not self._is_gloo or self.world_size == 1:
             return super().run_async(round_, device)
+        self._epoch_of_step = self._begun_in
         try:
             request = next(round_)
             # Comparisons block: the next bucket needs their result.
             while isinstance(request, AllGatherObject):
                 request = self.advance(round_, request)
+            if self._worker is None or self._worker_epoch != self._begun_in:
+                self._worker_ranks, self._worker_epoch = self._gloo_ranks(), self._begun_in
+                self._worker = RoundWorker(self._worker_ranks)
+            self._worker_ranks.connect(request)
         except StopIteration as stop:
             return completed(stop.value)
-        if self._worker is None:
-            self._worker_ranks = self._gloo_ranks()
-            self._worker = RoundWorker(self._worker_ranks)
-        self._worker_ranks.connect(request)
+        finally:
+            self._epoch_of_step = None
         return self._worker.submit(round_, request)
+
+    def begin(self) -> None:
+        self._begun_in = self._progress.epoch
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch of the present step, which a failure in another thread may have ended."""
+        return self._progress.epoch if self._epoch_of_step is None else self._epoch_of_step
 
     def _goes_by_gloo(self, request: Request) -> bool:
         payload = request.payload

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from comm_hooks.collectives.base import Transport
+from comm_hooks.collectives.gloo import GlooRanks
 from comm_hooks.collectives.requests import Request, Result, Round
+from comm_hooks.errors import PeerError
 from comm_hooks.profiling import SEND, record_function
 
 _SECONDS_TO_END = 5.0
@@ -25,8 +27,8 @@ class RoundWorker:
     collectives that callbacks issue would be matched with the wrong ones.  So one thread, with a
     group of its own, finishes each round before it begins the next.
 
-    A round that fails before its final collective leaves the other ranks waiting in the middle of
-    it.  Later rounds would be matched with that round, so all of them fail.
+    After a round that fails the connections are closed, and later rounds fail: the other ranks may
+    wait in the middle of it, and would take the messages of a later round for its own.
 
     The thread ends with this object, or with the process.  It does not exist after a fork.
 
@@ -34,7 +36,7 @@ class RoundWorker:
         transport: a transport that only this thread uses.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: GlooRanks) -> None:
         self._process = os.getpid()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         thread = threading.Thread(
@@ -65,12 +67,8 @@ class RoundWorker:
         return checked
 
 
-class _OutOfStepError(RuntimeError):
-    """This rank stopped in the middle of a round, where the other ranks may wait for it."""
-
-
 # Not a method: a thread that held its object would keep it alive forever.
-def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
+def _work(jobs: "SimpleQueue[_Job | None]", transport: GlooRanks) -> None:
     failure = ""
     # Hooks run with gradients off, too; the mode belongs to a thread.
     with torch.no_grad():
@@ -78,16 +76,12 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
             round_, request, future = job
             try:
                 if failure:
-                    raise RuntimeError(f"an earlier exchange failed halfway: {failure}")
+                    raise PeerError(f"an earlier exchange failed: {failure}")
                 result = _finish(round_, request, transport)
-            except _OutOfStepError as error:
-                cause = error.__cause__
-                assert isinstance(cause, Exception)
-                # Not the exception itself, which holds the round and with it the exchange.
-                failure = f"{type(cause).__name__}: {cause}"
-                future.set_exception(cause)
-                del cause
             except Exception as error:
+                # Not the exception itself, which holds the round and with it the exchange.
+                failure = failure or f"{type(error).__name__}: {error}"
+                transport.close()
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -96,7 +90,6 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: Transport) -> None:
 
 
 def _finish(round_: Round[Result], request: Request, transport: Transport) -> Result:
-    is_in_step = False
     try:
         while True:
             try:
@@ -104,15 +97,10 @@ def _finish(round_: Round[Result], request: Request, transport: Transport) -> Re
                     reply = transport.perform(request)
             except Exception as error:
                 request = round_.throw(error)
-                continue
-            is_in_step = request.final
-            request = round_.send(reply)
+            else:
+                request = round_.send(reply)
     except StopIteration as stop:
         return stop.value
-    except Exception as error:
-        if is_in_step:
-            raise
-        raise _OutOfStepError from error
 
 
 def _end(jobs: "SimpleQueue[_Job | None]", thread: threading.Thread) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from comm_hooks.exchange.settings import ExchangeOptions
+
+
+_REPORTED = "_comm_hooks_reported"  # an attribute of errors that the other ranks know of
 
 
 class Exchange:
@@ -223,8 +227,6 @@ class Exchange:
 
     def agree_now(self) -> None:
         """Compare the settings of all ranks before the first round; blocking and collective."""
-        # Counted as a round: a failure of an earlier round is not one of this.
-        self.transport.begin_round()
         self.transport.run(self.agree())
 
     def round(
@@ -243,15 +245,24 @@ class Exchange:
         process group use :meth:`average_`, which takes the same arguments except ``scale``
         (the loss scale).
         """
-        yield from self.bucket_round(
-            self.buckets.of(tensors, extras),
-            [*tensors.values(), *(extras or {}).values()],
-            compress=compress,
-            memory=memory,
-            scale=scale,
-            noise_hook=noise_hook,
-        )
-        self.end_step()
+        with self.failing_together():
+            yield from self.bucket_round(
+                self.buckets.of(tensors, extras),
+                [*tensors.values(), *(extras or {}).values()],
+                compress=compress,
+                memory=memory,
+                scale=scale,
+                noise_hook=noise_hook,
+            )
+            self.end_step()
+
+    def note_health(self, health: torch.Tensor) -> None:
+        """Let the present step depend on other tensors of it, too.
+
+        Args:
+            health: 0 if they are finite on all ranks, else NaN; float32, ().
+        """
+        self._transaction.note(health)
 
     def end_step(self, agree: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """End a step, after all its rounds: later rounds exchange the gradients of the next step.
@@ -272,6 +283,10 @@ class Exchange:
         self._transaction.decide(health)
         self.step += 1
         return health
+
+    def leave_step(self) -> None:
+        """Leave a step in which a bucket has failed: residuals stay as they were before it."""
+        self._transaction.forget()
 
     def average_(
         self,
@@ -372,54 +387,44 @@ class Exchange:
             partial: whether the step may have other buckets: residuals then change in
                 :meth:`end_step`, and only if all buckets were finite.
         """
-        if isinstance(compress, Compressor):
-            self.settings.check(compress)
-        round_number = self.transport.begin_round()
-        yield from self.agree()
-        is_new = not bucket.compared
-        if is_new:
-            yield from compare_tensors(bucket.layout.segments, self.transport.ranks)
-            bucket.compared = True
-        verify = self.verifies(is_new=is_new)
-        stamp = self._stamp(bucket)
-        if verify:
-            stamp = self.agreement.with_fingerprint(stamp, replica)
-        uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
-        limit = largest_in(tensors[0].dtype)
-        waits = partial or limit is not None
-        context = RoundContext(
-            stamp,
-            memory=(memory or self.memory) if uses_memory else None,
-            scale=scale,
-            verify=verify,
-            limit=limit,
-            noise_hook=noise_hook,
-            checks=self._checks,
-            transaction=self._transaction if waits else None,
-            mean=self.buckets.mean_of(bucket) if waits and uses_memory else None,
-        )
-        round_ = self._round(bucket, tensors, compress, context)
-        yield from self._reported(round_, round_number)
-        if not partial:
-            self._transaction.decide(self._transaction.health())
-
-    def _round(
-        self,
-        bucket: Bucket,
-        tensors: Sequence[torch.Tensor],
-        compress: bool | Compressor,
-        context: RoundContext,
-    ) -> Round[None]:
-        self._checks.wait(before=self.step)
-        if not bucket.layout.work.numel():
-            return  # parameters without elements
-        route = self._route(bucket, compress, context.noise_hook)
-        bucket.layout.load(tensors)
-        ranks, nbytes = self.transport.world_size, sum(tensor.nbytes for tensor in tensors)
-        self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
-        self._traffic.between_nodes += route.traffic_between_nodes
-        yield from route.reduce(context)
-        (context.mean or bucket.layout).store(tensors)
+        with self.failing_together():
+            if isinstance(compress, Compressor):
+                self.settings.check(compress)
+            yield from self.agree()
+            is_new = not bucket.compared
+            if is_new:
+                yield from compare_tensors(bucket.layout.segments, self.transport.ranks)
+                bucket.compared = True
+            verify = self.verifies(is_new=is_new)
+            stamp = self._stamp(bucket)
+            if verify:
+                stamp = self.agreement.with_fingerprint(stamp, replica)
+            uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
+            limit = largest_in(tensors[0].dtype)
+            waits = partial or limit is not None
+            context = RoundContext(
+                stamp,
+                memory=(memory or self.memory) if uses_memory else None,
+                scale=scale,
+                verify=verify,
+                limit=limit,
+                noise_hook=noise_hook,
+                checks=self._checks,
+                transaction=self._transaction if waits else None,
+                mean=self.buckets.mean_of(bucket) if waits and uses_memory else None,
+            )
+            self._checks.wait(before=self.step)
+            if not bucket.layout.work.numel():
+                return  # parameters without elements
+            route = self._route(bucket, compress, context.noise_hook)
+            bucket.layout.load(tensors)
+            ranks, nbytes = self.transport.world_size, sum(tensor.nbytes for tensor in tensors)
+            self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
+            self._traffic.between_nodes += route.traffic_between_nodes
+            yield from route.reduce(context)
+            (context.mean or bucket.layout).store(tensors)
+            if not partial:
+                self._transaction.decide(self._transaction.health())
 
     def reduce_scatter_round(
         self,
@@ -441,24 +446,22 @@ class Exchange:
             output: receives ``factor`` times the mean of this rank's shard, in its shapes.
             scale: see :meth:`bucket_round`.
         """
-        round_number = self.transport.begin_round()
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
-        verify = self.verifies()
-        context = [
-            RoundContext(
-                self._stamp(bucket),
-                self.memory,
-                scale,
-                verify=verify,
-                limit=limit,
-                checks=self._checks,
-                transaction=self._transaction,
-                mean=self.buckets.mean_of(bucket) if self.memory else None,
-            )
-            for bucket in shards
-        ]
-
-        def round_() -> Round[None]:
+        with self.failing_together():
+            verify = self.verifies()
+            context = [
+                RoundContext(
+                    self._stamp(bucket),
+                    self.memory,
+                    scale,
+                    verify=verify,
+                    limit=limit,
+                    checks=self._checks,
+                    transaction=self._transaction,
+                    mean=self.buckets.mean_of(bucket) if self.memory else None,
+                )
+                for bucket in shards
+            ]
             self._checks.wait(before=self.step)
             layouts = [bucket.layout for bucket in shards]
             for layout, of_shard in zip(layouts, tensors, strict=True):
@@ -470,8 +473,6 @@ class Exchange:
             yield from route.reduce(context, factor=factor)
             (context[own].mean or layouts[own]).store(output)
 
-        yield from self._reported(round_(), round_number)
-
     def verifies(self, *, is_new: bool = False) -> bool:
         """Return whether ranks compare a fingerprint of their parameters in this step.
 
@@ -481,17 +482,26 @@ class Exchange:
         every, step = self.settings.verify_every, self.state.step
         return every > 0 and (is_new or step == self.state.loaded_at or step % every == 0)
 
-    def _reported(self, round_: Round[None], round_number: int) -> Round[None]:
-        """Return ``round_``, extended: an error on this rank is reported to the other ranks."""
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Return a context: an error of this rank in it ends the step on the other ranks, too.
+
+        Without it they would wait for this rank.
+        """
         step = self.step
         try:
-            yield from round_
-        except PeerError as error:
-            self._transaction.forget()
-            raise PeerError(f"{error}, during step {step}") from error.__cause__
+            yield
         except Exception as error:
             self._transaction.forget()
-            self.transport.report(error, round_number)
+            if getattr(error, _REPORTED, False):
+                raise
+            if isinstance(error, PeerError):
+                told = PeerError(f"{error}, during step {step}")
+                setattr(told, _REPORTED, True)
+                raise told from error.__cause__
+            setattr(error, _REPORTED, True)
+            with suppress(ValueError):  # without a process group there are no other ranks
+                self.transport.report(error)
             raise
 
     def _stamp(self, bucket: Bucket) -> Stamp:

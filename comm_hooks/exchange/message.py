@@ -49,7 +49,7 @@ class RoundContext:
     def finish(self, message: Message, health: torch.Tensor) -> None:
         """Commit a message now, or with all others of the step."""
         if self.transaction:
-            self.transaction.add(message, health)
+            self.transaction.add(message.commit, health)
         else:
             message.commit(torch.isfinite(health))
 

@@ -26,7 +26,7 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
     indices, values = gradient.indices(), gradient.values()
     stamp = Stamp(digest(tuple(gradient.shape), values.dtype), exchange.step)
     own = torch.tensor([*stamp.words(), values.shape[0]], device=values.device)
-    counts_request = AllGather(own.view(torch.uint8), final=False)
+    counts_request = AllGather(own.view(torch.uint8))
     found = (yield counts_request).view(torch.int64).tolist()
     refuse_disagreement(
         [row[:-1] for row in found], [f"rank {rank}" for rank in exchange.transport.ranks]
@@ -46,7 +46,7 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
             torch.zeros(-nbytes % 8, dtype=torch.uint8, device=values.device),
         ]
     )
-    payload_request = AllGather(payload, final=False)
+    payload_request = AllGather(payload)
     payloads = yield payload_request
     exchange.count_traffic(
         counts_request.traffic(ranks) + payload_request.traffic(ranks),
@@ -61,4 +61,6 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
         total += torch.sparse_coo_tensor(
             other_indices[:, :entries], other_values[:entries].to(wide), gradient.shape
         )
-    return (total.coalesce() / ranks).to(values.dtype)
+    mean = (total.coalesce() / ranks).to(values.dtype)
+    exchange.note_health(torch.where(mean.values().isfinite().all(), 0.0, torch.nan))
+    return mean

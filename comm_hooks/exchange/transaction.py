@@ -1,17 +1,15 @@
 """The residuals that a step leaves: kept if all its buckets were healthy, else forgotten."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
-if TYPE_CHECKING:
-    from comm_hooks.exchange.message import Message
+Commit = Callable[[torch.Tensor], None]
+"""Stores the residuals of a bucket if its argument, a boolean scalar, is true."""
 
 
 class Transaction:
-    """Collects the messages of a step, whose new residuals wait in their workspaces.
+    """Collects the buckets of a step, whose new residuals wait in their workspaces.
 
     A rank knows that a bucket is finite on all ranks only after the bucket's round, and earlier
     buckets of the step have been sent by then.  If one bucket is not finite the step is skipped, so
@@ -21,34 +19,42 @@ class Transaction:
     """
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self._commits: list[Commit] = []
         self._healths: list[torch.Tensor] = []
 
-    def add(self, message: Message, health: torch.Tensor) -> None:
-        """Add a message whose round is over.
+    def add(self, commit: Commit, health: torch.Tensor) -> None:
+        """Add a bucket after its round.
 
         Args:
-            message: has left the new residuals in its workspace, which nothing may change before
-                :meth:`decide`.
+            commit: finds the new residuals in the bucket's workspace, which nothing may change
+                before :meth:`decide`.
             health: float32 scalar, 0 if the vectors of all ranks were finite, else NaN.
         """
-        self._messages.append(message)
+        self._commits.append(commit)
+        self.note(health)
+
+    def note(self, health: torch.Tensor) -> None:
+        """Let the step depend on tensors without residuals, too.
+
+        Args:
+            health: see :meth:`add`.
+        """
         self._healths.append(health)
 
     def health(self) -> torch.Tensor:
-        """Return 0 if all messages so far were healthy, else NaN; float32 scalar."""
+        """Return 0 if all buckets so far were healthy, else NaN; float32 scalar."""
         if not self._healths:
             return torch.zeros(())
         device = self._healths[0].device
         return torch.stack([health.to(device) for health in self._healths]).sum()
 
     def decide(self, health: torch.Tensor) -> None:
-        """Store the residuals of all messages if ``health`` is finite, and forget the messages."""
-        messages, accept = self._messages, torch.isfinite(health)
+        """Store the residuals of all buckets if ``health`` is finite, and forget the buckets."""
+        commits, accept = self._commits, torch.isfinite(health)
         self.forget()
-        for message in messages:
-            message.commit(accept)
+        for commit in commits:
+            commit(accept)
 
     def forget(self) -> None:
-        """Forget all messages, whose residuals stay as they were before the step."""
-        self._messages, self._healths = [], []
+        """Forget all buckets, whose residuals stay as they were before the step."""
+        self._commits, self._healths = [], []

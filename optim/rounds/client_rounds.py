@@ -38,12 +38,8 @@ def play_round(
             if client is not None:
                 state.model.restore()
                 state.clients.enter(client)
-                try:
-                    with participation.turn(client, round_exchange.inner, server):
-                        yield client
-                except Exception as error:  # the other ranks are about to wait for its message
-                    transport.report(error, transport.begin_round())
-                    raise
+                with participation.turn(client, round_exchange.inner, server):
+                    yield client
             averaging.compare(transport)
             if client is not None:
                 memory = state.clients.memory(client)

@@ -248,12 +248,13 @@ class LocalRounds(WrappingOptimizer):
 
     def _take_step(self) -> None:
         """Take one local step and, if an exchange is due, exchange together with all ranks."""
-        self._require_own_model("step()")
-        self.round_state.begin()
-        self._frozen.check()
-        with local_gradients(parameters_of(self.param_groups)):
-            self.round_state.warn_of_losses()
-            self._step()
+        with self.exchange.failing_together():
+            self._require_own_model("step()")
+            self.round_state.begin()
+            self._frozen.check()
+            with local_gradients(parameters_of(self.param_groups)):
+                self.round_state.warn_of_losses()
+                self._step()
         if self.participation is not None:
             mark_taken(parameters_of(self.param_groups))
         self.round_state.model.note()
@@ -363,9 +364,10 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.require_no_round("clients()")
         self.round_state.begin()
         self.round_state.warn_of_losses()
-        yield from play_round(
-            self._round, self.participation, self._averaging, self.server, self._conclude
-        )
+        with self.exchange.failing_together():
+            yield from play_round(
+                self._round, self.participation, self._averaging, self.server, self._conclude
+            )
 
     def _conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Take the server step along the clients' mean displacement; subclasses may refuse it."""

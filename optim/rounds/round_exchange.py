@@ -57,7 +57,9 @@ class RoundExchange:
 
         Return None if it is not finite, or so large that a sum over clients would not be finite.
         """
-        delta, statistics = self.state.model.progress(places), self._statistics()
+        statistics = self._statistics()
+        factors = self._outstanding_decay(places) if self._shared_decay else None
+        delta = self.state.model.progress(places, factors)
         if not is_finite([*delta, *statistics.values()]):
             return None
         return Contribution(client, delta, statistics)
@@ -116,12 +118,6 @@ class RoundExchange:
         self._frozen.check_later(
             [state.names[i] for i in places if not trains(state.parameters[i])]
         )
-        if self._shared_decay:
-            # The weight decay of the local steps since the last exchange.
-            trained = [i for i in places if trains(state.parameters[i])]
-            if trained:
-                state.model.shrink(trained, state.decay[trained].tolist())
-            state.decay[list(places)] = 1.0
         contribution = self.contribution(exchange.transport.rank, places)
         if contribution is None:
             # The other fragments are likely to be as bad.
@@ -132,8 +128,17 @@ class RoundExchange:
         collection = self.collection(places)
         ranks = range(exchange.transport.world_size)
         collection.add(ranks, contribution, exchange.memory)
-        self.conclude(places, collection.finish())
+        aggregate = collection.finish()
+        if self._shared_decay:
+            state.model.shrink(places, self._outstanding_decay(places))
+            state.decay[list(places)] = 1.0
+        self.conclude(places, aggregate)
         state.clock.note_exchange(fragments)
+
+    def _outstanding_decay(self, places: Sequence[int]) -> list[float]:
+        """Return the product of the weight decay since each parameter's exchange; 1 if frozen."""
+        state = self.state
+        return [float(state.decay[i]) if trains(state.parameters[i]) else 1.0 for i in places]
 
     def _decay(self, is_skipped: bool) -> None:
         """Record the weight decay of a local step; apply it where the inner optimizer has not.

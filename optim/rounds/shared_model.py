@@ -116,15 +116,25 @@ class SharedModel:
             torch._foreach_copy_([own[i] for i in places], live)
         self._begin_at_shared(places)
 
-    def progress(self, places: Sequence[int]) -> Tensors:
-        """Return start minus present values of the parameters with indices ``places``."""
-        starts = self.starts
-        return list(torch._foreach_sub([starts[i] for i in places], self._live(places)))
+    def progress(self, places: Sequence[int], factors: Sequence[float] | None = None) -> Tensors:
+        """Return start minus present values of the parameters with indices ``places``.
+
+        Args:
+            places: the indices.
+            factors: the weight decay that the values at the start have missed; None for none.
+        """
+        every, live = self.starts, self._live(places)
+        starts = [every[i] for i in places]
+        if factors is None:
+            return list(torch._foreach_sub(starts, live))
+        progress = list(torch._foreach_mul(starts, list(factors)))
+        torch._foreach_sub_(progress, live)
+        return progress
 
     def shrink(self, places: Sequence[int], factors: Sequence[float]) -> None:
-        """Multiply shared and start values of parameters with indices ``places`` by ``factors``."""
-        for values in [self.values] if self._starts is None else [self.values, self.starts]:
-            torch._foreach_mul_([values[i] for i in places], list(factors))
+        """Multiply shared values of the parameters with indices ``places`` by ``factors``."""
+        values = self.values
+        torch._foreach_mul_([values[i] for i in places], list(factors))
 
     def restore(self, places: Sequence[int] | None = None) -> None:
         """Set the parameters with indices ``places`` (by default all) to the shared values."""

@@ -152,8 +152,8 @@ def test_a_group_made_anew_under_the_same_name_is_of_another_generation() -> Non
     first: Any = Group()
     progress = progress_of(first)
     assert progress_of(first) is progress
-    progress.fail(progress.begin())
+    progress.fail(progress.epoch)
     second: Any = Group()
     anew = progress_of(second)
     assert (progress.generation, anew.generation) == (0, 1)
-    assert (anew.begun, anew.forgiven) == (0, -1)
+    assert (progress.epoch, anew.epoch) == (1, 0)

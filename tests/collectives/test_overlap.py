@@ -158,7 +158,7 @@ def fails_at(request: int) -> list[str]:
     def round_(fails: bool) -> Round[torch.Tensor]:
         rows = torch.full((dist.get_world_size(), 4), dist.get_rank(), dtype=torch.uint8)
         for index in range(2):
-            rows = yield AllToAll(rows, final=index == 1)
+            rows = yield AllToAll(rows)
             if fails and index == request:
                 raise ValueError(f"reply {index} is bad")
         return rows
@@ -174,17 +174,14 @@ def fails_at(request: int) -> list[str]:
     return said
 
 
-def test_an_error_reaches_the_caller_and_what_comes_after_it_if_ranks_are_out_of_step(
-    ranks_of: RanksOf,
+@pytest.mark.parametrize("request_", [0, 1])
+def test_an_error_reaches_the_caller_and_ends_the_rounds_after_it(
+    ranks_of: RanksOf, request_: int
 ) -> None:
-    fine = ["rows of [0, 0]", "rows of [1, 1]"]
-    for rank, (first, failed, later) in enumerate(ranks_of(2).run(fails_at, 1)):
-        assert (first, later) == (fine[rank], fine[rank])
-        assert "ValueError: reply 1 is bad" in failed
-    for rank, (first, failed, later) in enumerate(ranks_of(2).run(fails_at, 0)):
-        assert first == fine[rank]
-        assert "ValueError: reply 0 is bad" in failed
-        assert "an earlier exchange failed halfway: ValueError: reply 0 is bad" in later
+    for rank, (first, failed, later) in enumerate(ranks_of(2).run(fails_at, request_)):
+        assert first == f"rows of [{rank}, {rank}]"
+        assert f"ValueError: reply {request_} is bad" in failed
+        assert f"an earlier exchange failed: ValueError: reply {request_} is bad" in later
 
 
 def backward_fails() -> str:

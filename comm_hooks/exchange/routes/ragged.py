@@ -59,9 +59,7 @@ class RaggedShards:
         for payload, format_, message in zip(payloads, self._formats, messages, strict=True):
             format_.encode(message, health=health, out=payload[: format_.nbytes])
         message, into = messages[own], context[own].mean or self._layouts[own]
-        received, health = yield from scatter(
-            payloads, self._formats[own], context[own], final=True
-        )
+        received, health = yield from scatter(payloads, self._formats[own], context[own])
         for each in messages:
             context[own].finish(each, health)
         self._formats[own].decode_sum(into.matrices(), received, message.keys, alpha=1 / ranks)

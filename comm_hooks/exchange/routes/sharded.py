@@ -76,7 +76,7 @@ class Sharded(CompressedRoute):
             wholes=message.matrices,
         )
         owned = self._owned.matrices()
-        received, health = yield from scatter(payloads, self._uplink, context, final=False)
+        received, health = yield from scatter(payloads, self._uplink, context)
         # Noise belongs to the sum.
         share = 1.0 if context.noise_hook else 1 / ranks
         self._uplink.decode_sum(owned, received, [part[own] for part in uplink], alpha=share)
@@ -113,7 +113,7 @@ class Sharded(CompressedRoute):
 
 
 def scatter(
-    payloads: torch.Tensor, format_: PayloadFormat, context: RoundContext, *, final: bool
+    payloads: torch.Tensor, format_: PayloadFormat, context: RoundContext
 ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
     """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
@@ -122,11 +122,10 @@ def scatter(
             than ``format_``.
         format_: the format of the payloads for this rank.
         context: the settings of the round for the shard of this rank.
-        final: whether the leg is the end of the round.
 
     Returns:
         The payloads of all ranks, and 0 if their vectors were finite, else NaN.
     """
-    received = yield AllToAll(payloads, final=final)
+    received = yield AllToAll(payloads)
     received = received[:, : format_.nbytes]
     return received, format_.check(received, context)

@@ -198,7 +198,7 @@ class CompressionState:
             return []
         return [[s.name for s in bucket.layout.segments] for bucket in self.exchange.buckets]
 
-    def check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    def _check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         """Raise ``ValueError`` at the end of a backward pass if all of its parameters are new.
 
         DDP may be constructed again for a model with more trainable parameters.  A second model is
@@ -232,19 +232,37 @@ class CompressionState:
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a bucket; return a future of the bucket's buffer with the mean."""
-        exchange, buffer = self.exchange, bucket.buffer()
+        """Start to average a bucket; return a future of the bucket's buffer with the mean.
+
+        Errors are raised at the end of the backward pass.
+        """
+        future = completed(bucket.buffer())
         if bucket.index() == 0:
             self._pending.begin(self._finish)
             self._buffers.clear()
-            # After an overflow a GradScaler leaves gradients in place as well.
-            if self.loss_scale is None:
-                self._accumulation.check(bucket)
+            self.exchange.transport.begin()
+        with self._pending.noting(), self.exchange.failing_together():
+            self._check(bucket)
+            if not self._pending.has_failed:
+                future = self._average(bucket)
+        self._pending.add(future, is_last=bucket.is_last())
+        return future
+
+    def _check(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        self._check_model(bucket)
+        # After an overflow a GradScaler leaves gradients in place as well.
+        if bucket.index() == 0 and self.loss_scale is None:
+            self._accumulation.check(bucket)
+        if not bucket.buffer().is_sparse:
+            require_dense_floats(bucket.buffer())
+
+    def _average(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        exchange, buffer = self.exchange, bucket.buffer()
         if buffer.is_sparse:
-            future = average_sparse(exchange, buffer)  # a bucket of one parameter
-            self._pending.add(future, is_last=bucket.is_last())
-            return future
-        require_dense_floats(buffer)
+            return average_sparse(exchange, buffer)  # a bucket of one parameter
         self._buffers.append(buffer)
         parameters, gradients = bucket.parameters(), gradients_in(bucket)
         scale = float(self.loss_scale()) if self.loss_scale else 1.0
@@ -252,7 +270,7 @@ class CompressionState:
 
         def round_(part: list[int]) -> Round[torch.Tensor]:
             own = [parameters[place] for place in part]
-            with self._pending.noting():
+            with self._pending.noting(), exchange.failing_together():
                 tensors = [gradients[place] for place in part]
                 own_bucket = exchange.buckets.of_parameters(own, tensors, self._name)
                 yield from exchange.bucket_round(
@@ -267,14 +285,14 @@ class CompressionState:
 
         rounds = [round_(part) for part in self.parts(parameters)]
         futures = [exchange.transport.run_async(each, buffer.device) for each in rounds]
-        future = after_all(futures, buffer.device)
-        self._pending.add(future, is_last=bucket.is_last())
-        return future
+        return after_all(futures, buffer.device)
 
-    def _finish(self) -> None:
-        """End the step; if a bucket was not finite, fill all buckets with NaN."""
-        health, buffers = self.exchange.end_step(), list(self._buffers)
-        self._buffers.clear()
+    def _finish(self, *, has_failed: bool) -> None:
+        """End the step; fill all buckets with NaN if one was not finite, or has failed."""
+        buffers, self._buffers = self._buffers, []
+        if has_failed:
+            self.exchange.leave_step()
+        health = torch.tensor(torch.nan) if has_failed else self.exchange.end_step()
         for buffer in buffers:
             fill_nan_(buffer, health.to(buffer.device))
 
@@ -323,13 +341,13 @@ def compression_hook(
         A future of the averaged bucket.
 
     Raises:
-        ValueError: under DDP's ``python_reducer``, which would ignore the result; for a state of
-            another model.
+        ValueError: under DDP's ``python_reducer``, which would ignore the result.
 
-    At the end of the backward pass, on all ranks:
+    At the end of the backward pass, on all ranks; gradients are NaN then:
 
     Raises:
-        PeerError: if a rank has ended, is stopped or came too late.
+        ValueError: for gradients that cannot be exchanged; for a state of another model.
+        PeerError: if a rank has failed, has ended, is stopped or came too late.
         PayloadError: if ranks are not in the same step of the same model.
 
     Example::
@@ -339,7 +357,6 @@ def compression_hook(
         >>> ddp_model.register_comm_hook(state, compression_hook)
     """
     require_bucket(bucket)
-    state.check_model(bucket)
     return state.average(bucket)
 
 

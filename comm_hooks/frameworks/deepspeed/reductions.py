@@ -43,6 +43,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
     """Replace the averaging of ZeRO stage 0, BF16_Optimizer and pipelines, once per step."""
 
     @torch.no_grad()
+    @exchange.failing_together()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale, compress = _loss_scale(engine), compresses()
         averaged: list[torch.Tensor] = []
@@ -106,6 +107,7 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
     has_exchanged = False
 
     @torch.no_grad()
+    @exchange.failing_together()
     def reduce(bucket: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal has_exchanged
         if bucket.numel() == 0:

@@ -143,13 +143,16 @@ def _reduce(
         return
     if unit.name in waiting:
         flat.add_(waiting.pop(unit.name))
-    exchange, scale = state.exchange, state.begin()
-    segments, tensors = unit.views(unit.pieces(), flat, shard, exchange.settings.exempts)
-    if segments:
-        bucket = exchange.buckets.of_segments(segments, flat.device)
-        # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
-        exchange.transport.run(exchange.bucket_round(bucket, tensors, scale=scale, partial=True))
-    state.end()
+    exchange = state.exchange
+    with exchange.failing_together():
+        scale = state.begin()
+        segments, tensors = unit.views(unit.pieces(), flat, shard, exchange.settings.exempts)
+        if segments:
+            bucket = exchange.buckets.of_segments(segments, flat.device)
+            round_ = exchange.bucket_round(bucket, tensors, scale=scale, partial=True)
+            # Not run_async(): FSDP uses the tensor on this stream as soon as the hook returns.
+            exchange.transport.run(round_)
+        state.end()
 
 
 def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int]) -> None:

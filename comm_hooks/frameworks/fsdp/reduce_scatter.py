@@ -135,12 +135,13 @@ class _ReduceScatter:
                 "compress_reduce_scatter does not support set_gradient_divide_factor: divide the "
                 "loss instead"
             )
-        scale = self._state.begin()
-        mean = op == dist.ReduceOp.AVG
-        reduce_scatter(
-            self._state.exchange, self._unit, output_tensor, input_tensor, mean=mean, scale=scale
-        )
-        self._state.end()
+        exchange, mean = self._state.exchange, op == dist.ReduceOp.AVG
+        with exchange.failing_together():
+            scale = self._state.begin()
+            reduce_scatter(
+                exchange, self._unit, output_tensor, input_tensor, mean=mean, scale=scale
+            )
+            self._state.end()
 
 
 def reduce_scatter(
