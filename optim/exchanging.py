@@ -122,7 +122,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self.exchange = exchange
         self._averaging = AveragingCheck()
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
-        exchange.owner = self
+        exchange.owner, exchange.owner_counts = self, True
 
     def __getstate__(self) -> NoReturn:
         self._refuse_copies()
@@ -181,7 +181,9 @@ class ExchangingOptimizer(ExactStateOptimizer):
             return
         with self.exchange.failing_together(), local_gradients(self._parameters()):
             self._frozen.check()
-            self._step(self._gradients())
+            gradients = self._gradients()
+            self.exchange.count_gradients(sum(p.nbytes for p in self._parameters()))
+            self._step(gradients)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the settings of the next step, which every exchange compares between ranks."""
@@ -201,14 +203,26 @@ class ExchangingOptimizer(ExactStateOptimizer):
         return [parameter for group in self.param_groups for parameter in held(group)]
 
     def _average(
-        self, message: Mapping[str, torch.Tensor], *, compress: bool | Compressor = True
+        self,
+        message: Mapping[str, torch.Tensor],
+        *,
+        compress: bool | Compressor = True,
+        is_raw: bool = False,
     ) -> bool:
         """Replace the message, in place, by its mean over ranks; return whether it is finite.
 
         Reads one number back from the device.  If any rank's message is not finite, all elements
         become NaN, and the result is False on the ranks that hold other shards of the model, too.
+
+        Args:
+            message: the tensors by name.
+            compress: see :meth:`~comm_hooks.Exchange.average_`.
+            is_raw: whether the message is the gradients, with no more digits than they had.
         """
-        self.exchange.average_(message, compress=compress)
+        dtypes = {p.dtype for p in self._parameters()} if is_raw else set()
+        # A GradScaler's division makes numbers that float16 cannot hold.
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else None
+        self.exchange.average_(message, compress=compress, dtype=dtype)
         first = next(iter(message.values()))
         found = torch.isfinite(first[(0,) * first.dim()])
         finite = bool(found_by_all(self._companions, found) if self._companions else found)

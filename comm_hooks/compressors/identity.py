@@ -52,10 +52,14 @@ class Identity(Compressor):
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
         return 1.0 if self.linear else math.inf
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.linear else torch.bfloat16
+
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
         if self.linear:
             return rows
-        return join(rows.bfloat16())
+        return join(rows.to(self._dtype))
 
     def extract(self, rows: Tensor, draw: Draw, residual: Residual | None = None) -> Tensor:
         if not self.linear:
@@ -69,5 +73,30 @@ class Identity(Compressor):
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        dtype = torch.float32 if self.linear else torch.bfloat16
-        write(out, payloads.view(dtype)[:, : out.shape[1]].float(), alpha, add)
+        write(out, payloads.view(self._dtype)[:, : out.shape[1]].float(), alpha, add)
+
+
+@dataclass(frozen=True)
+class Half(Identity):
+    """Sends every element, rounded to float16; for tensors of that dtype.
+
+    Example::
+
+        >>> Half().payload_nbytes(1000)
+        2000
+    """
+
+    bits: int = 16
+
+    _dtype = torch.float16
+
+
+def exact(dtype: torch.dtype) -> Identity:
+    """Return the compressor that sends tensors of a dtype exactly, in as few bytes as it can.
+
+    Example::
+
+        >>> exact(torch.bfloat16), exact(torch.float32)
+        (Identity(bits=16), Identity(bits=32))
+    """
+    return {torch.bfloat16: Identity(16), torch.float16: Half()}.get(dtype, Identity())

@@ -16,7 +16,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.compressors.identity import Identity
+from comm_hooks.compressors.identity import Identity, exact
 from comm_hooks.errors import PeerError
 from comm_hooks.exchange.agreement import Agreement, Owner, compare_tensors
 from comm_hooks.exchange.bucket import Bucket, Buckets
@@ -69,6 +69,7 @@ class Exchange:
         state: the residuals and the step of this rank.
         agreement: the settings that ranks compare, and the optimizer or hook that owns this object.
         buckets: the sets of tensors exchanged so far, with their workspaces.
+        owner_counts: whether the owner counts the bytes that :meth:`stats` compares with.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
@@ -122,6 +123,7 @@ class Exchange:
         self._traffic = Traffic()
         self._checks = PendingChecks()
         self._transaction = Transaction()
+        self.owner_counts = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return an exchange between the same ranks, with a copy of the state."""
@@ -238,6 +240,7 @@ class Exchange:
         memory: Memory | None = None,
         scale: float = 1.0,
         noise_hook: NoiseHook | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
@@ -253,6 +256,7 @@ class Exchange:
                 memory=memory,
                 scale=scale,
                 noise_hook=noise_hook,
+                dtype=dtype,
             )
             self.end_step()
 
@@ -296,6 +300,7 @@ class Exchange:
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         noise_hook: NoiseHook | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
 
@@ -309,6 +314,8 @@ class Exchange:
             memory: an error-feedback memory that replaces that of the exchange, such as that of
                 another client.
             noise_hook: clips and adds noise, for private training.
+            dtype: the dtype of the values, if the tensors are copies in a wider one: 16 bits are
+                sent exactly.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
@@ -321,6 +328,7 @@ class Exchange:
                 compress=compress,
                 memory=memory,
                 noise_hook=noise_hook,
+                dtype=dtype,
             )
         )
 
@@ -372,6 +380,7 @@ class Exchange:
         noise_hook: NoiseHook | None = None,
         replica: Sequence[torch.Tensor] | None = None,
         partial: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Round[None]:
         """Return a round that averages one bucket; a step may have several buckets.
 
@@ -379,7 +388,7 @@ class Exchange:
             bucket: from :attr:`buckets`.
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
-            compress, memory, noise_hook: see :meth:`average_`.
+            compress, memory, noise_hook, dtype: see :meth:`average_`.
             scale: the loss scale by which the tensors are multiplied.
             replica: tensors that must be bit-identical on all ranks at this moment; every
                 ``verify_every`` steps ranks compare a fingerprint of them.  None: the parameters of
@@ -416,10 +425,12 @@ class Exchange:
             self._checks.wait(before=self.step)
             if not bucket.layout.work.numel():
                 return  # parameters without elements
-            route = self._route(bucket, compress, context.noise_hook)
+            dtype = dtype or tensors[0].dtype
+            route = self._route(bucket, compress, noise_hook, exact(dtype))
             bucket.layout.load(tensors)
-            ranks, nbytes = self.transport.world_size, sum(tensor.nbytes for tensor in tensors)
-            self.count_traffic(route.traffic, 2 * (ranks - 1) * nbytes // ranks)
+            self._traffic.sent += route.traffic
+            if not self.owner_counts:
+                self.count_gradients(dtype.itemsize * bucket.layout.work.numel())
             self._traffic.between_nodes += route.traffic_between_nodes
             yield from route.reduce(context)
             (context.mean or bucket.layout).store(tensors)
@@ -466,7 +477,8 @@ class Exchange:
             layouts = [bucket.layout for bucket in shards]
             for layout, of_shard in zip(layouts, tensors, strict=True):
                 layout.load(of_shard)
-            exempt = self.settings.exempt
+            of_dtype = exact(output[0].dtype) if output else Identity()
+            exempt = self.settings.exempt if of_dtype.linear else of_dtype
             compressors = [layout.compressors(self.compressor, exempt) for layout in layouts]
             route = RaggedShards(layouts, compressors, self.transport, self.settings.seed)
             self._traffic.sent += route.traffic
@@ -537,12 +549,19 @@ class Exchange:
         segments += [Segment(n, tuple(shape), True, True) for n, shape in (extras or {}).items()]
         nowhere = torch.device("meta")
         bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
-        return self._route(bucket, True, None).traffic
+        return self._route(bucket, True, None, Identity()).traffic
 
-    def count_traffic(self, nbytes: int, uncompressed: int) -> None:
-        """Add bytes sent, and the bytes of an uncompressed all-reduce, to :meth:`stats`."""
+    def count_sent(self, nbytes: int) -> None:
+        """Add bytes that this rank has sent to :meth:`stats`."""
         self._traffic.sent += nbytes
-        self._traffic.uncompressed += uncompressed
+
+    def count_gradients(self, nbytes: int) -> None:
+        """Add the traffic of an all-reduce of so many bytes of gradients to :meth:`stats`.
+
+        With :attr:`owner_counts` the owner calls it at each of its steps, else each round does.
+        """
+        ranks = self.transport.world_size
+        self._traffic.uncompressed += 2 * (ranks - 1) * nbytes // ranks
 
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank since the start, and the norm of its residuals.
@@ -660,10 +679,14 @@ class Exchange:
         return count
 
     def _route(
-        self, bucket: Bucket, compress: bool | Compressor, noise_hook: NoiseHook | None
+        self,
+        bucket: Bucket,
+        compress: bool | Compressor,
+        noise_hook: NoiseHook | None,
+        exact: Identity,
     ) -> Route:
         place = noise_hook.place if noise_hook else None
-        key = compress, place
+        key = compress, place, exact
         if key not in bucket.routes:
             compressor = self.compressor if compress is True else compress or None
             over_nodes = self.settings.collective == "hierarchical" and compressor
@@ -673,6 +696,7 @@ class Exchange:
                 compressor,
                 self.transport,
                 self.state.server_memory,
+                exact=exact,
                 place=place,
                 ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
             )

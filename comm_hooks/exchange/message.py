@@ -10,6 +10,7 @@ import torch
 from comm_hooks.exchange.layout import Layout, Workspace
 from comm_hooks.exchange.noise_hook import NoiseHook
 from comm_hooks.exchange.transaction import Transaction
+from comm_hooks.kernels.magnitudes import magnitudes
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.rows import Rows
@@ -88,7 +89,7 @@ class Message:
         self._vectors = vectors
         self._memory, self._scale, self._limit = context.memory, context.scale, context.limit
         self._own_key = own_key
-        self._norms: list[torch.Tensor] | None = None
+        self._sizes: list[torch.Tensor] | None = None
         self._gives_back = False
         if self._memory:
             self._compensate(self._memory, verify=context.verify)
@@ -103,13 +104,10 @@ class Message:
 
     @property
     def health(self) -> torch.Tensor:
-        """0 if all elements were finite before residuals were added, else NaN; float32, ().
-
-        A norm that overflows float32 counts as infinite.
-        """
+        """0 if all elements were finite before residuals were added, else NaN; float32, ()."""
         plain = [rows for rows in (self._vectors.exact, self._vectors.exempt) if rows]
-        norms = [*self._row_norms(), *(row_norms(row.matrix) for row in plain)]
-        return torch.cat([norm - norm for norm in norms]).sum()
+        sizes = [*self._magnitudes(), *(magnitudes_of_rows(row.matrix) for row in plain)]
+        return torch.cat([size - size for size in sizes]).sum()
 
     def add_residuals(self) -> None:
         """Add the residuals in place, before the vectors are cut into shards."""
@@ -159,37 +157,37 @@ class Message:
                 residuals.matrix.mul_(active).add_(excess, alpha=ranks)
                 self._gives_back = True
 
-    def _row_norms(self) -> list[torch.Tensor]:
-        """Return the norms of the rows of each group, (n, 1), before residuals were added."""
-        if self._norms is None:
-            self._norms = [row_norms(rows.matrix) for rows in self._vectors.groups]
-        return self._norms
+    def _magnitudes(self) -> list[torch.Tensor]:
+        """Return the magnitudes of each group's rows, (n, 1), before residuals were added."""
+        if self._sizes is None:
+            self._sizes = [magnitudes_of_rows(rows.matrix) for rows in self._vectors.groups]
+        return self._sizes
 
     def _compensate(self, memory: Memory, *, verify: bool) -> None:
-        norms, groups = self._row_norms(), self._vectors.groups
-        self._active = [memory.active(norm) for norm in norms]
+        sizes, groups = self._magnitudes(), self._vectors.groups
+        self._active = [memory.active(size) for size in sizes]
         residuals = [
             memory.compensate(rows, active, self._scale)
             for rows, active in zip(groups, self._active, strict=True)
         ]
         if verify:
-            for rows, residual, norm in zip(groups, residuals, norms, strict=True):
-                _require_finite(rows, residual, norm)
+            for rows, residual, size in zip(groups, residuals, sizes, strict=True):
+                _require_finite(rows, residual, size)
         self.residuals = self._vectors.residuals(residuals)
 
 
-def row_norms(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each row, (n, 1): one pass finds rows that are zero or not finite."""
-    return torch.stack(torch._foreach_norm(list(matrix.unbind())))[:, None]
+def magnitudes_of_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the magnitude of each row, (n, 1): one pass finds rows that are 0 or not finite."""
+    return magnitudes(matrix.unbind())[:, None]
 
 
-def _require_finite(rows: Rows, residual: Residual | None, norm: torch.Tensor) -> None:
-    """Raise ``ValueError`` if a residual is not finite; ``norm``: the vectors' norms, (n, 1)."""
+def _require_finite(rows: Rows, residual: Residual | None, size: torch.Tensor) -> None:
+    """Raise ``ValueError`` if a residual is not finite; ``size``: the rows' magnitudes, (n, 1)."""
     # A residual that was added is in the vectors, which may not have been finite themselves.
     checked = residual.vectors if residual else rows.matrix
     bad = ~checked.isfinite().all(1)
     if not residual:
-        bad &= norm.isfinite()[:, 0]
+        bad &= size.isfinite()[:, 0]
     for name, is_bad in zip(rows.names, bad.tolist(), strict=True):
         if is_bad:
             raise ValueError(

@@ -48,10 +48,8 @@ def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
     )
     payload_request = AllGather(payload)
     payloads = yield payload_request
-    exchange.count_traffic(
-        counts_request.traffic(ranks) + payload_request.traffic(ranks),
-        2 * (ranks - 1) * gradient.numel() * gradient.element_size() // ranks,
-    )
+    exchange.count_sent(counts_request.traffic(ranks) + payload_request.traffic(ranks))
+    exchange.count_gradients(gradient.numel() * gradient.element_size())
 
     wide = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros_like(gradient, dtype=wide)

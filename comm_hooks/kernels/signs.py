@@ -99,7 +99,11 @@ def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
         >>> mean_magnitudes(torch.tensor([[1.0, -7.0, 0.0]]), 2, power=2)
         tensor([[5., 0.]])
     """
-    norms = torch.linalg.vector_norm(cut(rows, size), power, dim=2)
+    blocks = cut(rows, size)
+    norms = torch.linalg.vector_norm(blocks, power, dim=2)
+    # Squares of float32 overflow above 1.8e19 and are 0 below 1e-23.
+    if power == 2 and (rows.device.type != "cpu" or not (norms.isfinite() & (norms > 0)).all()):
+        norms = torch.linalg.vector_norm(blocks, power, dim=2, dtype=torch.float64).float()
     # The last block's padding takes no part in its mean.
     numels = torch.full((norms.shape[1],), float(size), device=rows.device, dtype=torch.float32)
     numels[-1] -= -rows.shape[1] % size

@@ -118,10 +118,12 @@ class DGC(ExchangingOptimizer):
 
     def _clip(self, gradients: Tensors, clip_norm: float) -> None:
         """Clip this rank's gradients in place to the norm clip_norm / sqrt(number of ranks)."""
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = clip_norm / math.sqrt(self.exchange.transport.world_size)
-        # A norm that overflows would clip to zero; as NaN it makes all ranks skip the step.
-        torch._foreach_mul_(gradients, (limit / norm).clamp_(max=1).add_(norm - norm))
+        # If it is not finite, all ranks skip the step.
+        factor = (limit / norm).clamp_(max=1).add_(norm - norm)
+        torch._foreach_mul_(gradients, factor.float())
 
     def _sparser(self, step: int) -> Compressor | Literal[True]:
         """Return the denser compressor of a warm-up step, or True for the exchange's compressor."""

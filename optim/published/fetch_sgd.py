@@ -129,12 +129,7 @@ class FetchSGD(ExchangingOptimizer):
             u, e = self._sketch_state(sketch)
             # One-dimensional, and by compress=False it travels exactly in any case.
             message = {SKETCH: sketch.flatten(), **exempt}
-        is_finite = self._average(message, compress=False)
-        if sketched:
-            # The reference of stats() sends the gradients, not their sketch.
-            saved, ranks = vector.numel() - sketch.numel(), self.exchange.transport.world_size
-            self.exchange.count_traffic(0, 2 * (ranks - 1) * saved * 4 // ranks)
-        if not is_finite:
+        if not self._average(message, compress=False):
             return
         for _, group in self._groups():
             decay_(held(group), group)

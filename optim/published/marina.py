@@ -140,7 +140,8 @@ class Marina(ExchangingOptimizer):
         """
         if old is not None:
             torch._foreach_sub_(gradients, old)
-        if not self._average(self._named(gradients), compress=old is not None):
+        is_raw = old is None
+        if not self._average(self._named(gradients), compress=not is_raw, is_raw=is_raw):
             if before is not None:
                 torch._foreach_copy_(self._parameters(), before)
             return

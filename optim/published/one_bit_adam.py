@@ -100,7 +100,7 @@ class OneBitAdam(FreezingOptimizer):
         is_exact = self._is_exact(states)
         if not is_exact:
             self._set_momenta(gradients, states)
-        if not self._average(self._named(gradients), compress=not is_exact):
+        if not self._average(self._named(gradients), compress=not is_exact, is_raw=is_exact):
             return
         for own, group in self._groups():
             members, mean = states[own], gradients[own]

@@ -151,7 +151,7 @@ class OneBitLamb(FreezingOptimizer):
             count_step(states)
 
     def _exact_step(self, gradients: Tensors, states: States) -> bool:
-        if not self._average(self._named(gradients), compress=False):
+        if not self._average(self._named(gradients), compress=False, is_raw=True):
             return False
         for own, group in self._groups():
             parameters, members = held(group), states[own]

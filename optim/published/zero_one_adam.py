@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
+from comm_hooks.kernels.magnitudes import magnitudes
 from comm_hooks.optim.base import Group, States, Tensors, held
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.moments import average_squares_, count_step, decay_, values
@@ -209,7 +210,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             count_step(states)
 
     def _variance_step(self, gradients: Tensors, states: States) -> bool:
-        if not self._average(self._named(gradients), compress=False):
+        if not self._average(self._named(gradients), compress=False, is_raw=True):
             return False
         for own, group in self._groups():
             v = values(states[own], "exp_avg_sq")
@@ -230,7 +231,7 @@ class ZeroOneAdam(ExchangingOptimizer):
         return True
 
     def _local_step(self, gradients: Tensors, states: States) -> bool:
-        if not torch.isfinite(torch.stack(torch._foreach_norm(gradients)).norm()):
+        if not magnitudes([g.flatten() for g in gradients]).isfinite().all():
             torch._foreach_zero_(gradients)
         for own, group in self._groups():
             parameters, members = held(group), states[own]

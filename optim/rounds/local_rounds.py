@@ -190,7 +190,7 @@ class LocalRounds(WrappingOptimizer):
                 "server": type(server).__name__,
             }
         )
-        exchange.owner = self
+        exchange.owner, exchange.owner_counts = self, True
         if participation is not None:
             participation.prepare(exchange)
 
@@ -262,7 +262,7 @@ class LocalRounds(WrappingOptimizer):
     def _step(self) -> None:
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        state, transport = self.round_state, self.exchange.transport
+        transport = self.exchange.transport
         gradients = [p.grad for p in self.parameters]
         if self.participation is None:
             self._averaging.check(self, self.parameters, gradients)
@@ -275,8 +275,7 @@ class LocalRounds(WrappingOptimizer):
         is_skipped = found_inf is not None and bool(found_inf)
         if not is_skipped:
             self.inner.step()
-        ranks = transport.world_size
-        state.bytes_uncompressed += 2 * (ranks - 1) * self._nbytes // ranks
+        self.exchange.count_gradients(self._nbytes)
         self._round.end_step(is_skipped=is_skipped)
 
     @torch.no_grad()
@@ -324,15 +323,7 @@ class LocalRounds(WrappingOptimizer):
         steps, ``bytes_uncompressed`` is the reference's traffic, ``compression_ratio`` is that
         traffic over the bytes sent.  ``rounds`` counts the exchanges, each of one fragment.
         """
-        stats = self.exchange.stats()
-        uncompressed, sent = self.round_state.bytes_uncompressed, stats["bytes_sent"]
-        return {
-            **stats,
-            "steps": self.steps,
-            "rounds": self.round_index,
-            "bytes_uncompressed": uncompressed,
-            "compression_ratio": uncompressed / sent if sent else 1.0,
-        }
+        return {**self.exchange.stats(), "steps": self.steps, "rounds": self.round_index}
 
     def server_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model's parameters have the values of the shared model.

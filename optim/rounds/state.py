@@ -43,7 +43,6 @@ class RoundsState:
         clients: the residuals and inner optimizer states of this rank's clients.
         decay: the product of 1 - lr weight_decay since each parameter's exchange, float64, (P,).
         round_index: the number of exchanges so far, each of one fragment.
-        bytes_uncompressed: the bytes that all-reduces of all gradients so far would have sent.
         is_round_open: whether clients are taking their turns.
     """
 
@@ -71,7 +70,6 @@ class RoundsState:
         self.clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
         self.decay = np.ones(len(self.parameters))
         self.round_index = 0
-        self.bytes_uncompressed = 0
         self.is_round_open = False
         self._loaded_from: int | None = None
         self._is_resumed = False

@@ -18,6 +18,8 @@ from comm_hooks.randomness import derive_key
 
 logger = logging.getLogger(__name__)
 
+_FLOATS = Identity()
+
 
 def choose_route(
     layout: Layout,
@@ -26,12 +28,14 @@ def choose_route(
     transport: Transport,
     server_memory: Memory | None,
     *,
+    exact: Identity = _FLOATS,
     place: Place | None = None,
     ranks_per_node: int | None = None,
 ) -> Route:
     """Return the route for a bucket: the sequence of collectives that averages its tensors.
 
     Args:
+        exact: sends the tensors exactly; replaces float32 where payloads are not summed.
         compressor: the compressor of the round; None: tensors are averaged exactly.
         transport: connects all ranks.
         server_memory: keeps the residuals of the shard that this rank owns.
@@ -54,7 +58,11 @@ def choose_route(
             f"a noise_hook cannot be used with {compressor}, which does not decode to the sum over "
             "ranks that noise is added to: use overlap=0"
         )
-    carriers = ["all_reduce"]
+    if place or settings.collective == "all_reduce":
+        exact = _FLOATS
+    if compressor == _FLOATS and exact != _FLOATS:
+        compressor = None
+    carriers = settings.carriers(exact) if exact != _FLOATS else ["all_reduce"]
     if compressor or place:
         wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
         carriers = [c for c in settings.carriers(compressor or Identity()) if wanted <= {c}]
@@ -64,9 +72,10 @@ def choose_route(
             f"a noise_hook at the {place} needs collective={COLLECTIVE_OF[place]!r}, but "
             f"{compressor} with collective={settings.collective!r} cannot have that: change either"
         )
-    compressors = layout.compressors(
-        compressor or Identity(), settings.exempt if compressor else Identity()
-    )
+    exempt = exact
+    if compressor and (exact == _FLOATS or "all_reduce" in carriers):
+        exempt = settings.exempt
+    compressors = layout.compressors(compressor or exact, exempt)
     return _cheapest(
         layout,
         compressors,
@@ -74,7 +83,7 @@ def choose_route(
         transport,
         settings.seed,
         server_memory,
-        downlink=_downlink(layout, settings, compressor),
+        downlink=_downlink(layout, settings, compressor, exempt),
         exact_uplink=place == "owner",
     )
 
@@ -100,14 +109,14 @@ def _over_nodes(
             across,
             derive_key(settings.seed, 0, f"place {place} of a node"),
             server_memory,
-            downlink=_downlink(shards, settings, compressor),
+            downlink=_downlink(shards, settings, compressor, settings.exempt),
         )
 
     return Hierarchical(layout, transport, ranks_per_node, between)
 
 
 def _downlink(
-    layout: Layout, settings: ExchangeSettings, compressor: Compressor | None
+    layout: Layout, settings: ExchangeSettings, compressor: Compressor | None, exempt: Identity
 ) -> list[Compressor] | None:
     """Return the compressors of the means that shard owners send; None: those of the vectors.
 
@@ -115,7 +124,7 @@ def _downlink(
     """
     if settings.downlink is None or compressor != settings.compressor:
         return None
-    return layout.compressors(settings.downlink, settings.exempt)
+    return layout.compressors(settings.downlink, exempt)
 
 
 def _cheapest(

@@ -17,6 +17,7 @@ from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.routes.route import Route, fill_nan_
 from comm_hooks.exchange.shards import cut_into, join_from, shard_width
+from comm_hooks.kernels.magnitudes import magnitudes
 from comm_hooks.wire.gathered_header import GatheredHeader
 
 
@@ -85,13 +86,13 @@ class Hierarchical(Route):
         return -(-(self._header.nbytes + 4 * sum(self._numels)) // 8) * 8
 
     def reduce(self, context: RoundContext) -> Round[None]:
-        norm, nbytes = torch.linalg.vector_norm(self._work), self._padded_nbytes
+        size, nbytes = magnitudes([self._work])[0], self._padded_nbytes
         outgoing = self._work.new_zeros(self._node.world_size, nbytes, dtype=torch.uint8)
         parts = self._in_parts(self._body(outgoing))
         for matrix, shards in zip(self._matrices, parts, strict=True):
             cut_into(shards, matrix)
         # The difference is 0 if all elements are finite, else NaN.
-        self._header.write_(outgoing, context.stamp, norm - norm)
+        self._header.write_(outgoing, context.stamp, size - size)
         received = yield from self._node.within(ask(AllToAll(outgoing)))
         health = self._header.check(received, context.stamp, context.checks)
         mean = self._body(received).mean(0)

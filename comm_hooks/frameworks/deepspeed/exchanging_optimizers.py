@@ -148,7 +148,7 @@ class SharedNorm:
         transport = self._exchange.transport
         request = AllReduce(norm.to(parameters[0].device).reshape(1))
         total = float(transport.perform(request))
-        self._exchange.count_traffic(request.traffic(transport.world_size), 0)
+        self._exchange.count_sent(request.traffic(transport.world_size))
         self._norm = total / transport.world_size
         return not total <= _LARGEST_NORM  # NaN, too
 

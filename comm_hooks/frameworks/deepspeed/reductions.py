@@ -46,14 +46,22 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
     @exchange.failing_together()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
         scale, compress = _loss_scale(engine), compresses()
+        # As DeepSpeed would send them, though it accumulates in float32.
+        dtype = torch.bfloat16 if engine.communication_data_type == torch.bfloat16 else None
         averaged: list[torch.Tensor] = []
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
             bucket = exchange.buckets.of_parameters(
                 parameters, tensors, engine.param_names.__getitem__
             )
-            exchange.transport.run(
-                exchange.bucket_round(bucket, tensors, compress=compress, scale=scale, partial=True)
+            round_ = exchange.bucket_round(
+                bucket,
+                tensors,
+                compress=compress,
+                scale=scale,
+                partial=True,
+                dtype=dtype,
             )
+            exchange.transport.run(round_)
             averaged += tensors
         _end_step(exchange, averaged)
 

@@ -164,7 +164,7 @@ def reduce_scatter(
     own = unit.views(pieces, output, rank, exempts)[1]
     # The padding of the shard is reduced again where FSDP has replicas.
     output.zero_()
-    exchange.count_traffic(0, (ranks - 1) * flat.nbytes // ranks)
+    exchange.count_gradients(flat.nbytes // 2)  # a reduce-scatter is half an all-reduce
     factor = 1 if mean else ranks
     exchange.transport.run(
         exchange.reduce_scatter_round(shards, tensors, own, scale=scale, factor=factor)
