@@ -20,7 +20,7 @@ LAYERS = [
     ("collectives",),
     ("checkpoints",),
     ("exchange",),
-    ("shared_model",),
+    ("registered_model", "shared_model"),
     ("frameworks.ddp",),
     ("",),  # the package itself: what users import
     ("optim",),

@@ -18,6 +18,7 @@ from comm_hooks.optim.private.gradients.clipping import ClippedGradients, Public
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
+from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.requirements import require_kind
 
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
@@ -46,6 +47,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         mechanism: the mechanism that adds noise to the sums and exchanges them.
         enter: called in every step to write it to the ledger; raises if the budget is spent.
         tickets: the loader's record of drawn batches; if None, batches are not checked.
+        model: the model, which must keep its parameters; None: it is not checked.
 
     Attributes:
         not_finite: the number of this rank's samples that were left out so far, because their
@@ -71,6 +73,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         enter: Callable[[], None],
         *,
         tickets: Tickets | None = None,
+        model: RegisteredModel | None = None,
     ) -> None:
         require_kind(self, "inner", inner, Optimizer)
         require_kind(self, "gradients", gradients, ClippedGradients)
@@ -81,6 +84,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.releases = releases
         self._enter = enter
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
+        self._model = model
         self._has_discarded = False
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
@@ -170,6 +174,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 "make_private(), which fixes the parameters with clipped and noised gradients: "
                 "call make_private() again after freezing or unfreezing"
             )
+        if self._model:
+            self._model.require_unchanged()
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
@@ -178,7 +184,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 "backward(batch), then step() (in Lightning's manual optimization, which passes a "
                 "closure, take self.optimizers(use_pl_optimizer=False))"
             )
-        self._take_step()
+        with self.mechanism.exchange.failing_together():
+            self._take_step()
 
     def _take_step(self) -> None:
         self._raw.refuse()

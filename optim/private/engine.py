@@ -38,6 +38,7 @@ from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
+from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.requirements import in_one_line, require_choice, require_kind, require_within
 
 
@@ -196,6 +197,7 @@ class PrivacyEngine:
             mechanism,
             self._entry(event_of_step, [mechanism.releases, releases_into(optimizer)]),
             tickets=loader.tickets,
+            model=RegisteredModel(module, is_fixed=False),
         )
         exchange.owner = private
         return module, private, loader

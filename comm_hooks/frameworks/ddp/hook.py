@@ -8,6 +8,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from comm_hooks.frameworks.ddp.model import (
 )
 from comm_hooks.frameworks.ddp.optimizer import register_optimizer
 from comm_hooks.memory.base import Memory
+from comm_hooks.registered_model import RegisteredModel, watch
 from comm_hooks.requirements import (
     in_one_line,
     require_callable,
@@ -126,6 +128,9 @@ class CompressionState:
         self._accumulation = AccumulationCheck()
         self._pending = PendingExchanges()
         self._buffers: list[torch.Tensor] = []
+        self._model: RegisteredModel | None = None
+        self._passes = 0
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._has_model, self._is_its_pass = bool(self._names), False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
@@ -136,6 +141,7 @@ class CompressionState:
         duplicate.exchange.owner = duplicate
         duplicate._pending = PendingExchanges()
         duplicate._buffers = []
+        duplicate._model, duplicate._seen = None, WeakKeyDictionary()
         duplicate._accumulation = AccumulationCheck()
         return duplicate
 
@@ -290,11 +296,38 @@ class CompressionState:
     def _finish(self, *, has_failed: bool) -> None:
         """End the step; fill all buckets with NaN if one was not finite, or has failed."""
         buffers, self._buffers = self._buffers, []
+        self._passes += 1
         if has_failed:
             self.exchange.leave_step()
         health = torch.tensor(torch.nan) if has_failed else self.exchange.end_step()
         for buffer in buffers:
             fill_nan_(buffer, health.to(buffer.device))
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Check before every step of an optimizer that it is one of this module's gradients."""
+        self._model = RegisteredModel(module, is_fixed=True)
+        watch(module.parameters(), self)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` on all ranks if an optimizer is about to use other gradients.
+
+        They are others if the model has changed since :func:`register`, or if no backward pass
+        since the optimizer's last step went through DDP.
+        """
+        with self.exchange.failing_together():
+            if self._model:
+                self._model.require_unchanged()
+            passes, self._seen[optimizer] = self._seen.get(optimizer, 0), self._passes
+            if passes == self._passes:
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                gradients = [p.grad for p in own if p in self._names and p.grad is not None]
+                # Zeros are made by those who want an optimizer to make its state.
+                if any(bool(gradient.any()) for gradient in gradients):
+                    raise ValueError(
+                        "the gradients of this step were not exchanged: call the DDP model itself, "
+                        "not its module, with require_backward_grad_sync, and make no other DDP "
+                        "model of the same module"
+                    )
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, f"parameter.{len(self._names)}")
@@ -472,5 +505,6 @@ def register(
     state.exchange.agree_now()
     register_hook(ddp, state, compression_hook)
     warn_at_first_step(state.exchange.compressor, ddp.module.parameters())
+    state.watch(ddp.module)
     logger.info("registered %s", state)
     return state

@@ -1,7 +1,8 @@
 """Models with an optimizer that exchanges by itself, so that DDP must not average gradients."""
 
+import functools
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives import TorchDistributed
 from comm_hooks.exchange import Exchange
 from comm_hooks.frameworks.ddp.model import check_options, find_ddp, register_hook
+from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.requirements import first_of
 from comm_hooks.shards import is_sharded, whole
 from comm_hooks.shared_model import attach_shared_model
@@ -60,13 +62,29 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         _require_ranks_of(ddp, own)
         check_options(ddp)
         register_hook(ddp, None, hook)
+        ddp.join_hook = functools.partial(_refuse_to_join, own)  # type: ignore[method-assign]
         if works_in_rounds:
             _warn_of_broadcasts(ddp)
+    registered = RegisteredModel(module, is_fixed=False)
+
+    def check(*args: object) -> None:
+        with own.exchange.failing_together():
+            registered.require_unchanged()
+
+    own.register_step_pre_hook(check)
     if not works_in_rounds:
         return OptimizerState(own)
     attach_shared_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
+
+
+def _refuse_to_join(optimizer: Optimizer, **kwargs: object) -> NoReturn:
+    raise ValueError(
+        f"join() cannot be used with {type(optimizer).__name__}, which exchanges in step(): a rank "
+        "without data would let the others wait: give all ranks equally many batches "
+        "(DistributedSampler does)"
+    )
 
 
 def _require_constant_weights(model: nn.Module) -> None:

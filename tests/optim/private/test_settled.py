@@ -230,3 +230,16 @@ def test_an_optimizer_may_hold_what_was_frozen_before() -> None:
     model[0].requires_grad_(True)
     with pytest.raises(ValueError, match="requires_grad of 2 parameters has changed"):
         train(optimizer, loader)
+
+
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_a_head_that_is_replaced_later_is_refused(mode: str) -> None:
+    """It would never be trained, while the budget is spent."""
+    if mode != "functorch":
+        pytest.importorskip("opacus")
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model, optimizer, loader = private(PrivacyEngine(), model=module, grad_sample_mode=mode)
+    train(optimizer, loader)
+    module[1] = nn.Linear(6, 3)
+    with pytest.raises(ValueError, match="1.weight' is another one, and 1 others"):
+        train(optimizer, loader)
