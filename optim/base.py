@@ -94,7 +94,7 @@ class ExactStateOptimizer(SteppingOptimizer):
 
         # Other hooks may replace the state; this one comes last and sees the final one.
         with self.register_load_state_dict_pre_hook(look):
-            super().load_state_dict(state_dict)
+            super().load_state_dict(by_name(self, state_dict))
         saved = seen[0]
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         for key, parameter in zip(keys, parameters_of(self.param_groups), strict=True):
@@ -169,10 +169,59 @@ def parameters_of(groups: Sequence[Mapping[str, Any]]) -> Tensors:
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the parameters' names, without torch.compile's prefix; if unnamed, their indices."""
-    given = (name for group in groups for name in group.get("param_names", ()))
-    names = [name.replace("_orig_mod.", "") for name in given]
+    names = [name for group in groups for name in _plain(group)]
     count = len(parameters_of(groups))
     return names if len(names) == count else [str(index) for index in range(count)]
+
+
+def by_name(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    names: Sequence[Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """Return a saved state with the parameters of each group in the order that they have here.
+
+    Torch's optimizers load by position.  Groups without names, and all of a state with another
+    number of groups, stay as they are.
+
+    Args:
+        optimizer: the optimizer that is to load the state.
+        state: its saved state.
+        names: the names of each group's parameters; by default those in its groups.
+
+    Raises:
+        ValueError: if a group has parameters of other names.
+
+    Example::
+
+        >>> first, second = torch.zeros(2, requires_grad=True), torch.ones(3, requires_grad=True)
+        >>> saved = torch.optim.SGD([("a", first), ("b", second)], lr=0.1).state_dict()
+        >>> other = torch.optim.SGD([("b", second), ("a", first)], lr=0.1)
+        >>> by_name(other, saved)["param_groups"][0]["params"]
+        [1, 0]
+    """
+    name, groups = type(optimizer).__name__, []
+    own = names or [_plain(group) for group in optimizer.param_groups]
+    for index, (saved, here) in enumerate(zip(state["param_groups"], own, strict=False)):
+        there = _plain(saved)
+        # A framework may have made one tensor of several parameters.
+        if there and here and len(there) == len(saved["params"]):
+            if sorted(there) != sorted(here):
+                odd = sorted(set(there) ^ set(here))[0]
+                where = "in the state" if odd in there else "here"
+                raise ValueError(
+                    f"{name}: parameter group {index} of the state has other parameters than here: "
+                    f"{odd!r} is only {where}"
+                )
+            numbers = dict(zip(there, saved["params"], strict=True))
+            saved = {**saved, "params": [numbers[n] for n in here], "param_names": list(here)}
+        groups.append(saved)
+    return {**state, "param_groups": [*groups, *state["param_groups"][len(groups) :]]}
+
+
+def _plain(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters, without the prefix that torch.compile adds."""
+    return [name.replace("_orig_mod.", "") for name in group.get("param_names") or ()]
 
 
 def require_distinct_names(owner: object, names: Sequence[str]) -> None:

@@ -175,6 +175,15 @@ class ExchangingOptimizer(ExactStateOptimizer):
         self._frozen.added(self.param_groups[-1]["params"], left_out)
         self._companions = [TorchDistributed(group) for group in self.model_parallel_groups]
 
+    def load_state_dict(self, state_dict: Group) -> None:
+        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            if missing := sorted((own.keys() & self.defaults.keys()) - group.keys()):
+                raise ValueError(
+                    f"{type(self).__name__}: the state is of another optimizer: its groups have no "
+                    f"{', '.join(missing)}"
+                )
+        super().load_state_dict(state_dict)
+
     def _take_step(self) -> None:
         self.overflow = False
         if self.is_paused:

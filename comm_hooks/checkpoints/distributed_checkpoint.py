@@ -47,7 +47,10 @@ class RankStates:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's state as bytes, under the name of the rank; for ``dcp.save``.
 
+        Collective: ranks compare their parameters.
+
         Raises:
+            PayloadError: on all ranks, if their parameters differ.
             ValueError: if ``dcp.save`` writes for fewer ranks than exchange, as with MPI alone:
                 each rank would overwrite the checkpoint of the others.
         """
@@ -58,6 +61,7 @@ class RankStates:
                 "ranks that exchange, since torch.distributed does not know the others: use "
                 "save_rank_file() and load_rank_files()"
             )
+        exchange_of(self._state).compare_replicas()
         file = io.BytesIO()
         torch.save(entry_of(self._state), file)
         return {

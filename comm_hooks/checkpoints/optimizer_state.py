@@ -83,24 +83,26 @@ class OptimizerState:
         state: dict[str, Any] = {"type": type(optimizer).__name__, "checksum": self._checksum()}
         if not optimizer.is_synchronized:
             state["optimizer"] = optimizer.state_dict()
-            state["parameters"] = [p.detach() for p in self._parameters()]
+            values = [p.detach() for p in self._parameters()]
+            state["parameters"] = dict(zip(self._names(), values, strict=True))
         elif self._has_shards():
             state["optimizer"] = optimizer.state_dict()
         if keys := optimizer.own_state:
             states = [optimizer.state[p] for p in self._parameters()]
-            state["own"] = [{key: s[key] for key in keys if key in s} for s in states]
+            own = [{key: s[key] for key in keys if key in s} for s in states]
+            state["own"] = dict(zip(self._names(), own, strict=True))
         return state
 
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> None:
         """Restore one rank's :meth:`_part`, or the mean of the parts of all ranks that saved."""
-        first = parts[0]
+        first, names = parts[0], self._names()
         if "optimizer" in first:
             self.optimizer.load_state_dict(first["optimizer"])
         if "parameters" in first:
-            self._set_parameters(first["parameters"])
-        own = [_mean(saved) for saved in zip(*(p.get("own", []) for p in parts), strict=True)]
-        for parameter, saved in zip(self._parameters(), own, strict=bool(own)):
-            for key, value in saved.items():
+            self._set_parameters([first["parameters"][name] for name in names])
+        for name, parameter in zip(names, self._parameters(), strict=True):
+            saved = [part["own"][name] for part in parts if "own" in part]
+            for key, value in _mean(saved).items():
                 self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
     def _check(self, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -128,13 +130,20 @@ class OptimizerState:
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def _names(self) -> list[str]:
+        """Return the parameters' names; their indices if they have none."""
+        names = [n for group in self.optimizer.param_groups for n in group.get("param_names", ())]
+        count = len(self._parameters())
+        return names if len(names) == count else [str(index) for index in range(count)]
+
     def _has_shards(self) -> bool:
         """Return whether any of the optimizer's parameters is the local part of a DTensor."""
         return any(whole(p) is not p for p in self._parameters())
 
     def _checksum(self) -> int:
         """Return a fingerprint of the parameters and the optimizer's state that ranks share."""
-        parameters = self._parameters()
+        of_name = dict(zip(self._names(), self._parameters(), strict=True))
+        parameters = [of_name[name] for name in sorted(of_name)]
         tensors = [p.detach() for p in parameters]
         for parameter in [] if self._has_shards() else parameters:
             state = self.optimizer.state.get(parameter, {})
@@ -153,6 +162,6 @@ class OptimizerState:
 
 
 def _mean(saved: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    if len(saved) == 1:
-        return saved[0]
+    if len(saved) < 2:
+        return saved[0] if saved else {}
     return {key: torch.stack([s[key] for s in saved]).mean(0) for key in saved[0]}

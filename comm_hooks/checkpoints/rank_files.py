@@ -37,6 +37,7 @@ def save_rank_file(
             dict to save and the path as a string.
 
     Raises:
+        PayloadError: on all ranks, before anything is written, if their parameters differ.
         ValueError: on all ranks, if any of them cannot write its file.
 
     Example::
@@ -50,7 +51,9 @@ def save_rank_file(
         ...     load_rank_files(state, checkpoint)
         True
     """
-    path, problem = _path(folder, exchange_of(state).transport.own_name), None
+    exchange = exchange_of(state)
+    exchange.compare_replicas()
+    path, problem = _path(folder, exchange.transport.own_name), None
     try:
         (write or _write)(entry_of(state), path)
     except Exception as error:  # the other ranks must hear of any error

@@ -145,7 +145,7 @@ def _saved(
     # The first rank's entry decides: others may be left from a run with more ranks.
     if isinstance(found[0], str):
         raise ValueError(f"{storage.name_of(ranks[0])} {found[0]}")
-    saved_ranks, saved_step, _ = found[0]
+    saved_ranks, saved_step, *_ = found[0]
     if step is not None and saved_step != step:
         raise ValueError(
             f"{storage.name} was saved after {saved_step} exchanges, but the checkpoint after "
@@ -153,7 +153,7 @@ def _saved(
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], storage)
-    _require_one_partition(saved_ranks, [f[0] for f in found if f[1:] == found[0][1:]])
+    _require_one_partition(saved_ranks, [f[0] for f in found if f[1:3] == found[0][1:3]])
     return saved_ranks, saved_step
 
 
@@ -174,10 +174,11 @@ def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]
 
 
 def _finding(entry: dict[str, Any] | str) -> Any:
-    """Return the values of an entry that ranks compare (ranks, steps), or its problem as text."""
+    """Return what ranks compare of an entry (ranks, steps, run), or its problem as text."""
     if isinstance(entry, str):
         return entry
-    return [entry[_RANKS], entry[_STATE]["step"], entry.get(_LOCAL_STEPS)]
+    state = entry[_STATE]
+    return [entry[_RANKS], state["step"], entry.get(_LOCAL_STEPS), state.get("run")]
 
 
 def _require_all(findings: list[Any], expected: list[Any], storage: Storage) -> None:

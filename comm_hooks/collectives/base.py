@@ -1,7 +1,9 @@
 """The interface of transports, which carry out the collectives that a round requests."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ class Transport(ABC):
     rank: int
     world_size: int
     ranks_per_node: int | None = None
+
+    @cached_property
+    def made(self) -> Counter[int]:
+        """The number of exchanges of each kind that this process has made between these ranks."""
+        return Counter()
 
     @property
     def ranks(self) -> Sequence[int]:

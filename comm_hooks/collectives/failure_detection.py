@@ -42,12 +42,14 @@ class Progress:
         epoch: the number of failures so far.
         compared: the number of comparisons of settings in the present epoch.
         connections: those of the present epoch, of all transports of the group.
+        made: the number of exchanges of each kind that this process has made in the group.
     """
 
     generation: int = 0
     epoch: int = 0
     compared: int = 0
     connections: WeakSet[Any] = field(default_factory=WeakSet)
+    made: Counter[int] = field(default_factory=Counter)
 
     def compare(self, epoch: int) -> str:
         """Count a new comparison of settings; return a name for it, the same on all ranks.

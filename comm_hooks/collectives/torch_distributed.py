@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 # Of all transports of a group, for blocking collectives.
+_made_early: Counter[int] = Counter()
 _gloo_of: WeakKeyDictionary[dist.ProcessGroup, GlooRanks] = WeakKeyDictionary()
 
 
@@ -101,6 +103,10 @@ class TorchDistributed(Transport):
                 [self.ranks[rank] for rank in absent], epoch
             ),
         )
+
+    @property
+    def made(self) -> Counter[int]:
+        return self._progress.made
 
     @property
     def rank(self) -> int:  # type: ignore[override]  # a constant of other transports
@@ -285,6 +291,12 @@ class TorchDistributed(Transport):
             reply = torch.empty_like(payload)
             return dist.all_to_all_single(reply, payload, group=group, async_op=True), reply
         raise TypeError(f"no such request: {request}")
+
+
+def made_in(group: dist.ProcessGroup | None) -> Counter[int]:
+    """Return :attr:`TorchDistributed.made` of a group, by default the one that is or will be."""
+    found = dist.group.WORLD if group is None else group
+    return progress_of(found).made if isinstance(found, dist.ProcessGroup) else _made_early
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int | None:

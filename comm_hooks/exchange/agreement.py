@@ -1,5 +1,6 @@
 """Compare the settings of all ranks: by value before the first exchange, later by digests."""
 
+import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,18 +35,22 @@ class Agreement:
 
     Attributes:
         settings: the settings of the owner (optimizer or hook), besides those of the exchange.
-        reached: whether ranks have compared all settings.
+        number: the number of earlier exchanges like this one that got an owner in this process:
+            models that are equal are told apart by the order in which they were made.
+        identity: a random name, the same on all ranks, which no other exchange has; None before
+            ranks have compared their settings.
     """
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
-        self.reached = False
+        self.number: int | None = None
+        self.identity: str | None = None
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
-        """Return a copy without an owner: another optimizer or hook will use the copy."""
+        """Return a copy without owner and identity: it will belong to another exchange."""
         duplicate = Agreement()
-        duplicate.__dict__.update(self.__getstate__(), settings=dict(self.settings))
+        duplicate.settings = dict(self.settings)
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,8 +83,12 @@ class Agreement:
             own |= owner.hyperparameters()
             if replica := owner.replica():
                 own["checksum of the initial model"] = int(fingerprint(replica))
-        check_agreement((yield AllGatherObject(own, about="settings", may_be_alone=True)), ranks)
-        self.reached = True
+        if self.number is not None:
+            own["number of the exchange among equal ones"] = self.number
+        named = [own, uuid.uuid4().hex]
+        found = yield AllGatherObject(named, about="settings", may_be_alone=True)
+        check_agreement([config for config, _ in found], ranks)
+        self.identity = found[0][1]
 
     def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
         """Return the stamp: header words that are equal in all payloads of a bucket and step.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -13,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from comm_hooks.collectives.base import Transport
-from comm_hooks.collectives.requests import Round
-from comm_hooks.collectives.torch_distributed import TorchDistributed
+from comm_hooks.collectives.requests import AllGatherObject, Round
+from comm_hooks.collectives.torch_distributed import TorchDistributed, made_in
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity, exact
 from comm_hooks.errors import PeerError
@@ -30,8 +33,9 @@ from comm_hooks.exchange.state import ExchangeState, Traffic
 from comm_hooks.exchange.transaction import Transaction
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import require_kind
+from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.header import PendingChecks
-from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest
+from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest, refuse_disagreement
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,6 +43,10 @@ if TYPE_CHECKING:
     from comm_hooks.exchange.settings import ExchangeOptions
 
 
+logger = logging.getLogger(__name__)
+
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_FLOATS = Identity()
 _REPORTED = "_comm_hooks_reported"  # an attribute of errors that the other ranks know of
 
 
@@ -69,6 +77,7 @@ class Exchange:
         state: the residuals and the step of this rank.
         agreement: the settings that ranks compare, and the optimizer or hook that owns this object.
         buckets: the sets of tensors exchanged so far, with their workspaces.
+        steps_per_round: the number of steps of the optimizer between two rounds.
         owner_counts: whether the owner counts the bytes that :meth:`stats` compares with.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
@@ -124,6 +133,9 @@ class Exchange:
         self._checks = PendingChecks()
         self._transaction = Transaction()
         self.owner_counts = False
+        self.steps_per_round = 1.0
+        self._compared_at = 0
+        _exchanges.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Return an exchange between the same ranks, with a copy of the state."""
@@ -134,6 +146,7 @@ class Exchange:
         duplicate._traffic = copy.copy(self._traffic)
         duplicate._checks = PendingChecks()
         duplicate._transaction = Transaction()
+        _exchanges.add(duplicate)
         return duplicate
 
     def __repr__(self) -> str:
@@ -160,6 +173,14 @@ class Exchange:
 
     @owner.setter
     def owner(self, owner: Owner | None) -> None:
+        if owner is not None and self.agreement.number is None:
+            kind = digest(type(owner).__name__, type(self.compressor).__name__, owner.names())
+            if self._transport is not None:
+                made = self._transport.made
+            else:
+                made = made_in(self._process_group)
+            self.agreement.number = made[kind]
+            made[kind] += 1
         self.agreement.owner = owner
 
     @property
@@ -213,9 +234,10 @@ class Exchange:
 
     def agree(self) -> Round[None]:
         """Return a round that compares the settings of all ranks; later calls compare nothing."""
-        if self.agreement.reached:
+        if self.agreement.identity is not None:
             return
-        yield from self.agreement.reach(self.config(), self.transport.ranks)
+        loaded = {"state loaded from the run": self.state.loaded_from}
+        yield from self.agreement.reach(self.config() | loaded, self.transport.ranks)
         ranks = self.transport.world_size
         if self.settings.collective == "hierarchical":
             if self._require_ranks_per_node() == ranks:
@@ -408,6 +430,7 @@ class Exchange:
             stamp = self._stamp(bucket)
             if verify:
                 stamp = self.agreement.with_fingerprint(stamp, replica)
+                self._compared_at = self.step
             uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
             limit = largest_in(tensors[0].dtype)
             waits = partial or limit is not None
@@ -492,7 +515,32 @@ class Exchange:
             is_new: whether ranks have not compared this bucket yet.
         """
         every, step = self.settings.verify_every, self.state.step
-        return every > 0 and (is_new or step == self.state.loaded_at or step % every == 0)
+        if not every:
+            return False
+        steps, before = (int(self.steps_per_round * each) // every for each in (step, step - 1))
+        return is_new or step == self.state.loaded_at or steps > before
+
+    @property
+    def rounds_not_compared(self) -> int:
+        """The number of rounds since ranks have compared their parameters; 0 if they never do."""
+        knows_others = self.agreement.identity is not None and self.owner is not None
+        return self.step - self._compared_at if knows_others and self.settings.verify_every else 0
+
+    def compare_replicas(self) -> None:
+        """Compare the parameters of all ranks; blocking and collective.
+
+        Does nothing if the owner has no replicas, or ``verify_every`` is 0.
+
+        Raises:
+            PayloadError: on all ranks, naming those with other parameters.
+        """
+        replica = self.owner.replica() if self.owner and self.settings.verify_every else ()
+        if replica and self.transport.world_size > 1:
+            own = AllGatherObject(int(fingerprint(replica)), about="the parameters")
+            found = self.transport.perform(own)
+            self._compared_at = self.step
+            stamps = [Stamp(0, 0, model=each).words() for each in found]
+            refuse_disagreement(stamps, [f"rank {rank}" for rank in self.transport.ranks])
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -520,7 +568,8 @@ class Exchange:
         """Return the stamp (header words) of all payloads of a bucket in the present step."""
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
-            bucket.digest = digest(settings, bucket.layout.segments)
+            identity = self.agreement.identity, self.state.loaded_from
+            bucket.digest = digest(settings, bucket.layout.segments, identity)
         return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
 
     def bytes_per_round(
@@ -549,7 +598,7 @@ class Exchange:
         segments += [Segment(n, tuple(shape), True, True) for n, shape in (extras or {}).items()]
         nowhere = torch.device("meta")
         bucket = Bucket(Layout(tuple(segments), nowhere, self.settings.granularity))
-        return self._route(bucket, True, None, Identity()).traffic
+        return self._route(bucket, True, None).traffic
 
     def count_sent(self, nbytes: int) -> None:
         """Add bytes that this rank has sent to :meth:`stats`."""
@@ -604,7 +653,7 @@ class Exchange:
         on another number of ranks (:meth:`load_state_dicts`).
         """
         self.wait()
-        return self.state.state_dict(self._position())
+        return self.state.state_dict(self._position(), self.agreement.identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that this rank saved; all ranks must load their own states.
@@ -616,6 +665,7 @@ class Exchange:
                 changed.
         """
         self.state.load_state_dict(state, self._position(), self._names())
+        self._forget_digests()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the exchange from the states of *all* ranks of a run, on any number of ranks.
@@ -635,6 +685,11 @@ class Exchange:
         if self.settings.collective == "hierarchical":
             self._require_ranks_per_node()
         self.state.load_state_dicts(states, self._position(), self._names())
+        self._forget_digests()
+
+    def _forget_digests(self) -> None:
+        for bucket in self.buckets:
+            bucket.digest = None
 
     def continues(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether each rank of this run can load the state that the same rank saved.
@@ -683,7 +738,7 @@ class Exchange:
         bucket: Bucket,
         compress: bool | Compressor,
         noise_hook: NoiseHook | None,
-        exact: Identity,
+        exact: Identity = _FLOATS,
     ) -> Route:
         place = noise_hook.place if noise_hook else None
         key = compress, place, exact
@@ -701,6 +756,17 @@ class Exchange:
                 ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
             )
         return bucket.routes[key]
+
+
+@atexit.register
+def _tell_of_rounds_not_compared() -> None:
+    """Log how much of the run ranks have not compared; at the end nobody may be there to ask."""
+    if count := max((exchange.rounds_not_compared for exchange in _exchanges), default=0):
+        logger.warning(
+            "the parameters of the ranks were last compared %d exchanges before the end of this "
+            "process: end a run with save_rank_file() or synchronize()",
+            count,
+        )
 
 
 def largest_in(dtype: torch.dtype) -> float | None:

@@ -89,6 +89,7 @@ _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
     "rank": (_is_count, "a rank"),
     "world_size": (_is_count, "a number of ranks"),
     "collective": (_is_name, "a name"),
+    "run": (_is_name, "a name"),
     "ranks_per_node": (lambda value: _is_count(value) and bool(value), "a number of ranks"),
     "memory_type": (_is_name, "a name"),
     "memory": (_is_mapping, "a dictionary of vectors"),
@@ -97,7 +98,7 @@ _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
     "buckets": (_are_buckets, "lists of names"),
     "provenance": (_is_mapping, "a dictionary"),
 }
-_ALWAYS = ("step", "rank", "world_size", "collective")
+_ALWAYS = ("step", "rank", "world_size", "collective", "run")
 _WITH_MEMORY = ("memory_type", "memory", "server_memory", "numels")
 
 
@@ -208,3 +209,5 @@ def check_complete(states: Sequence[State]) -> None:
         raise ValueError(
             f"the states were saved at different steps: {steps}; load those of one step"
         )
+    if len({state["run"] for state in states}) > 1:
+        raise ValueError("the states are of different runs: load those that one run has saved")

@@ -67,6 +67,7 @@ class ExchangeState:
         numels: the number of elements of each parameter that may have a residual.
         step: the number of steps exchanged so far.
         loaded_at: the step of the last loaded state; None if none was loaded.
+        loaded_from: the identity of the exchange that saved it; None if it had none.
         provenance: describes and checks states; set by private training.
         only_shards: whether the owners of shards hold all residuals; set by private training.
         is_of_sums: whether the receiver turns means into sums over ranks: on another number of
@@ -79,6 +80,7 @@ class ExchangeState:
         self.numels: dict[str, int] = {}
         self.step = 0
         self.loaded_at: int | None = None
+        self.loaded_from: str | None = None
         self.provenance: Provenance | None = None
         self.only_shards = self.is_of_sums = False
 
@@ -101,9 +103,15 @@ class ExchangeState:
         memories = [memory for memory in (self.memory, self.server_memory) if memory]
         return float(sum(memory.norm() ** 2 for memory in memories) ** 0.5)
 
-    def state_dict(self, position: Position) -> dict[str, Any]:
-        """Return the state of the rank at this position as plain values and tensors."""
-        state = {**position.saved(), "step": self.step}
+    def state_dict(self, position: Position, identity: str | None) -> dict[str, Any]:
+        """Return the state of the rank at this position as plain values and tensors.
+
+        Args:
+            position: the place of this rank.
+            identity: the exchange's, None before its first round.
+        """
+        run = identity or self.loaded_from or "new"
+        state = {**position.saved(), "step": self.step, "run": run}
         if self.provenance:
             state["provenance"] = dict(self.provenance.saved())
         if self.memory and self.server_memory:
@@ -183,6 +191,7 @@ class ExchangeState:
             assert self.provenance
             self.provenance.adopt(state["provenance"])
         self.step = self.loaded_at = states[0]["step"]
+        self.loaded_from = states[0]["run"]
 
     def _note(self, numels: Mapping[str, int]) -> None:
         # In place: the buckets add to the same dictionary.

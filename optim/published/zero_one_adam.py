@@ -195,6 +195,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             self._is_off_schedule = False
         if is_finite:
             self._agree(means, states)
+        self.exchange.compare_replicas()
 
     def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq")

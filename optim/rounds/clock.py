@@ -17,6 +17,7 @@ class FragmentClock:
 
     Attributes:
         steps: the number of local steps so far.
+        fragments: the indices of the parameters of each fragment.
         exchanged_at: for each fragment, the number of local steps at its last exchange.
 
     Example::
@@ -29,7 +30,7 @@ class FragmentClock:
     """
 
     def __init__(self, sizes: Sequence[int], fragments: int, local_steps: int | None) -> None:
-        self._fragments = cut(sizes, fragments)
+        self.fragments = cut(sizes, fragments)
         self._local_steps = local_steps
         self.steps = 0
         self.exchanged_at = [0] * fragments
@@ -37,7 +38,7 @@ class FragmentClock:
     def tick(self) -> list[int]:
         """Count a local step; return the list of fragments (0 or 1) to exchange after it."""
         self.steps += 1
-        period, count = self._local_steps, len(self._fragments)
+        period, count = self._local_steps, len(self.fragments)
         if period is None:
             return []
         return [f for f in range(count) if self.steps % period == f * period // count]
@@ -49,22 +50,27 @@ class FragmentClock:
 
     def places(self, fragments: Iterable[int]) -> list[int]:
         """Return the indices of the parameters in these fragments, ascending."""
-        return sorted(place for f in fragments for place in self._fragments[f])
+        return sorted(place for f in fragments for place in self.fragments[f])
 
     def note_exchange(self, fragments: Iterable[int]) -> None:
         """Record that these fragments were exchanged after the last local step."""
         for f in fragments:
             self.exchanged_at[f] = self.steps
 
-    def load(self, steps: int, exchanged_at: Sequence[int]) -> bool:
+    def load(
+        self, steps: int, exchanged_at: Sequence[int], fragments: Sequence[Sequence[int]]
+    ) -> bool:
         """Continue from a saved clock; return whether it had as many fragments as this one.
 
         With another number of fragments, all of them count as exchanged after the last step.
         """
         self.steps = steps
-        is_same = len(exchanged_at) == len(self._fragments)
-        self.exchanged_at = list(exchanged_at) if is_same else [steps] * len(self._fragments)
-        return is_same
+        if len(fragments) != len(self.fragments):
+            self.exchanged_at = [steps] * len(self.fragments)
+            return False
+        self.fragments = [sorted(places) for places in fragments]
+        self.exchanged_at = list(exchanged_at)
+        return True
 
 
 def cut(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -191,6 +191,8 @@ class LocalRounds(WrappingOptimizer):
             }
         )
         exchange.owner, exchange.owner_counts = self, True
+        if local_steps is not None:
+            exchange.steps_per_round = local_steps / fragments
         if participation is not None:
             participation.prepare(exchange)
 
@@ -290,6 +292,7 @@ class LocalRounds(WrappingOptimizer):
                 state.model.restore()
         state.model.note()
         self.exchange.wait()
+        self.exchange.compare_replicas()
 
     @torch.no_grad()
     def restart(self, parameters: Iterable[torch.Tensor] | None = None) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.saved_state import check_whole, seal_own
-from comm_hooks.optim.base import names_of, parameters_of, require_distinct_names
+from comm_hooks.optim.base import by_name, names_of, parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.client_states import ClientStates
 from comm_hooks.optim.rounds.clock import FragmentClock
@@ -136,7 +136,7 @@ class RoundsState:
         return {
             "model": dict(zip(self.names, shared, strict=True)),
             # A copy, like all the rest: the state is that of this moment.
-            "server": copy.deepcopy(self._server.state_dict()),
+            "server": self._server_state(),
             "round_index": self.round_index,
         }
 
@@ -155,8 +155,10 @@ class RoundsState:
         inner = copy.deepcopy(self._inner.state_dict())
         private = {
             "inner": sealed(inner)[SEAL],
+            "kinds": self._kinds,
             "steps": self.clock.steps,
             "exchanged_at": list(self.clock.exchanged_at),
+            "fragments": [[self.names[i] for i in part] for part in self.clock.fragments],
             "decay": dict(zip(self.names, self.decay.tolist(), strict=True)),
             "own": own,
             "starts": starts,
@@ -203,8 +205,10 @@ class RoundsState:
         self._exchange.load_state_dict(state)
         self.clients.load_state_dict(private["clients"])
         # Torch's optimizers go on with the tensors that they are given.
-        self._inner.load_state_dict(copy.deepcopy(inner))
-        self._server.load_state_dict(copy.deepcopy(dict(server)))
+        self._inner.load_state_dict(by_name(self._inner, copy.deepcopy(inner)))
+        self._server.load_state_dict(
+            by_name(self._server, copy.deepcopy(dict(server)), self._server_names())
+        )
         values = released["model"]
         self.model.load(
             self._in_order(values),
@@ -212,7 +216,9 @@ class RoundsState:
             own=self._in_order(values | private["own"]),
         )
         self.round_index = released["round_index"]
-        if self.clock.load(private["steps"], private["exchanged_at"]):
+        place_of = {name: place for place, name in enumerate(self.names)}
+        fragments = [[place_of[name] for name in part] for part in private["fragments"]]
+        if self.clock.load(private["steps"], private["exchanged_at"], fragments):
             self.decay[:] = self._in_order(private["decay"])
         else:
             self.decay[:] = 1.0
@@ -283,6 +289,11 @@ class RoundsState:
             )
         require_seal(rounds)
         check_whole(state)
+        if (kinds := rounds["private"]["kinds"]) != self._kinds:
+            raise ValueError(
+                f"{self._owner}: the state was saved with {' and '.join(kinds)}, the optimizers "
+                f"here are {' and '.join(self._kinds)}: make those that saved it"
+            )
         inner = {key: state[key] for key in self._inner.state_dict() if key in state}
         require_seal({**inner, SEAL: rounds["private"]["inner"]})
         shapes = {n: tuple(v.shape) for n, v in zip(self.names, self.model.values, strict=True)}
@@ -296,8 +307,26 @@ class RoundsState:
             )
         return rounds, inner
 
-    def _in_order(self, by_name: Mapping[str, Any]) -> list[Any]:
-        return [by_name[name] for name in self.names]
+    def _in_order(self, of_name: Mapping[str, Any]) -> list[Any]:
+        return [of_name[name] for name in self.names]
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The classes of the inner and the server optimizer."""
+        return [type(self._inner).__name__, type(self._server).__name__]
+
+    def _server_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group of the server optimizer."""
+        groups = self._inner.param_groups
+        names = dict(zip(map(id, parameters_of(groups)), names_of(groups), strict=True))
+        return [[names[id(p)] for p in group["params"]] for group in self._server.param_groups]
+
+    def _server_state(self) -> dict[str, Any]:
+        """Return a copy of the server optimizer's state with the names of its parameters."""
+        state = copy.deepcopy(self._server.state_dict())
+        for group, names in zip(state["param_groups"], self._server_names(), strict=True):
+            group["param_names"] = names
+        return state
 
     @torch.no_grad()
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:

@@ -111,7 +111,7 @@ class Mean:
 def snapshot(optimizer: ExchangingOptimizer, parameters: dict[str, nn.Parameter]) -> Any:
     """Return everything that a skipped step must leave as it was."""
     state_dict = optimizer.exchange.state_dict()
-    exchange = {k: v for k, v in state_dict.items() if k not in ("step", "seal")}
+    exchange = {k: v for k, v in state_dict.items() if k not in ("step", "run", "seal")}
     state = [parameters, optimizer.state_dict()["state"], exchange]
     file = io.BytesIO()
     torch.save(state, file)

@@ -150,8 +150,9 @@ class CompressionState:
         return {}
 
     def replica(self) -> Sequence[torch.Tensor]:
-        """Return an empty sequence: each bucket's exchange compares that bucket's parameters."""
-        return ()
+        """Return the parameters with gradients that were exchanged."""
+        known = {name for bucket in self.exchange.buckets for name in bucket.layout.names}
+        return [parameter for parameter, name in self._names.items() if name in known]
 
     def names(self) -> Collection[str] | None:
         """Return the names of the model's parameters, or None if they were not given."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 pytest.importorskip("deepspeed")
 
+from comm_hooks import Exchange, PayloadError
 from tests.frameworks.deepspeed.optimizer_runs import (
     PARAMS,
     minibatches,
@@ -160,7 +162,10 @@ def diverged(folder: str) -> None:
     train(engine, minibatches(6))
     with torch.no_grad():
         next(engine.module.parameters()).add_(dist.get_rank())
-    engine.save_checkpoint(folder, tag="now")
+    with pytest.raises(PayloadError, match="the parameters of rank 1 are not those of rank 0"):
+        engine.save_checkpoint(f"{folder}/refused", tag="now")
+    with mock.patch.object(Exchange, "compare_replicas"):
+        engine.save_checkpoint(folder, tag="now")
 
 
 def test_replicas_that_had_diverged(ranks_of: RanksOf, tmp_path: Path) -> None:
