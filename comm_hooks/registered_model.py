@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -76,17 +80,24 @@ _handles: list[object] = []
 
 
 def watch(parameters: Iterable[torch.Tensor], state: Watched) -> None:
-    """Call ``state.check_step(optimizer)`` before each step of an optimizer of the parameters."""
+    """Call ``state.check_step(optimizer)`` at each step of an optimizer of the parameters.
+
+    Before the step, or after one that has computed the gradients itself, by a closure.
+    """
     _watched.update(dict.fromkeys(parameters, weakref.ref(state)))
     _of_optimizer.clear()
     if not _handles:
-        # One hook for all optimizers that stays: it cannot be removed while it runs.
-        _handles.append(register_optimizer_step_pre_hook(_check))
+        # Two hooks for all optimizers that stay: they cannot be removed while they run.
+        _handles.append(register_optimizer_step_pre_hook(partial(_check, after=False)))
+        _handles.append(register_optimizer_step_post_hook(partial(_check, after=True)))
 
 
-def _check(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    # Dynamo cannot trace the dictionaries.
-    if torch.compiler.is_compiling():
+def _check(
+    optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any], *, after: bool
+) -> None:
+    # A closure computes the gradients within the step. Dynamo cannot trace the dictionaries.
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    if has_closure != after or torch.compiler.is_compiling():
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _of_optimizer.get(optimizer)

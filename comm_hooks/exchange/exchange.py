@@ -568,8 +568,7 @@ class Exchange:
         """Return the stamp (header words) of all payloads of a bucket in the present step."""
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
-            identity = self.agreement.identity, self.state.loaded_from
-            bucket.digest = digest(settings, bucket.layout.segments, identity)
+            bucket.digest = digest(settings, bucket.layout.segments, self.agreement.identity)
         return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
 
     def bytes_per_round(
@@ -665,7 +664,6 @@ class Exchange:
                 changed.
         """
         self.state.load_state_dict(state, self._position(), self._names())
-        self._forget_digests()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the exchange from the states of *all* ranks of a run, on any number of ranks.
@@ -685,11 +683,6 @@ class Exchange:
         if self.settings.collective == "hierarchical":
             self._require_ranks_per_node()
         self.state.load_state_dicts(states, self._position(), self._names())
-        self._forget_digests()
-
-    def _forget_digests(self) -> None:
-        for bucket in self.buckets:
-            bucket.digest = None
 
     def continues(self, states: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether each rank of this run can load the state that the same rank saved.

@@ -25,6 +25,7 @@ from comm_hooks.exchange.saved_state import (
     seal_own,
 )
 from comm_hooks.memory.base import Memory
+from comm_hooks.wire.stamp import digest
 
 
 @dataclass
@@ -95,8 +96,10 @@ class ExchangeState:
 
     @property
     def loads(self) -> int:
-        """Twice the steps since start or last load, plus 1 after a load; compared between ranks."""
-        return 2 * (self.step - (self.loaded_at or 0)) + (self.loaded_at is not None)
+        """A number that tells when and from which run a state was loaded; 0 if none was."""
+        if self.loaded_at is None:
+            return 0
+        return digest(self.step - self.loaded_at, self.loaded_from)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of all residuals, in unscaled gradient units."""

@@ -29,7 +29,7 @@ class Stamp:
     Args:
         configuration: a digest of settings and layout; see :func:`digest`.
         step: the step of the exchange.
-        loads: twice the steps since the start or the last loaded state, plus 1 after a load.
+        loads: a digest of the last loaded state's run and of the steps since then; 0 without one.
         hyperparameters: a digest of the optimizer's hyperparameters in this step.
         model: a fingerprint of the replicas, an int32 scalar on the payloads' device
             (``comm_hooks.wire.checksum.fingerprint``); 0 in steps without a comparison.
@@ -119,8 +119,8 @@ def _refuse_field(number: int, who: str, others: str, odd: int | None, norm: int
             "order",
             f"the payload of {who} belongs to another step than that of {others}: let all ranks "
             "take the same steps, from states of the same step",
-            f"{who} has loaded a state by itself, {others} not: load a state on all ranks, "
-            "after the same step, or on none",
+            f"{who} has loaded another state than {others}, or at another step: load the states of "
+            "one save on all ranks, after the same step, or on none",
             f"the optimizer of {who} has other hyperparameters in this step than that of "
             f"{others}, or trains other parameters, or has taken another number of steps: schedule "
             "learning rates and frozen parameters alike on all ranks, and let all ranks take the "

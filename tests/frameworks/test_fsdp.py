@@ -132,7 +132,7 @@ def test_gradients_are_reduced_in_bfloat16_if_fsdp_does(ranks_of: RanksOf) -> No
     options = {"reduce_dtype": torch.bfloat16}
     outcomes = ranks_of(4).run(hsdp.gradients_of_steps, hsdp.hybrid, "identity", 1, options)
     # What crosses the wire is float32.
-    assert outcomes[0]["stats"]["compression_ratio"] == pytest.approx(0.5, rel=0.1)
+    assert outcomes[0]["stats"]["compression_ratio"] == pytest.approx(1.0, rel=0.1)
     for name, expected in mean_gradients(range(4), 0).items():
         error = (outcomes[0]["wholes"][0][name] - expected).norm() / expected.norm()
         assert 1e-5 < error < 1e-2

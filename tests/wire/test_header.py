@@ -105,7 +105,7 @@ def test_ranks_go_by_the_names_that_users_give_them() -> None:
 OTHERS = [
     (Stamp(5, 7), "the payload of rank 2 was made with other settings or of other parameters"),
     (Stamp(STAMP.configuration, 6), "rank 2 belongs to step 6, that of ranks 0, 1 to step 7"),
-    (Stamp(STAMP.configuration, 7, 3), "rank 2 has loaded a state by itself, ranks 0, 1 not"),
+    (Stamp(STAMP.configuration, 7, 3), "rank 2 has loaded another state than ranks 0, 1"),
     (Stamp(STAMP.configuration, 7, 0, 1), "the optimizer of rank 2 has other hyperparameters"),
     (Stamp(STAMP.configuration, 7, 0, 0, 9), "the parameters of rank 2 are not those of ranks 0, "),
 ]
