@@ -2,12 +2,13 @@
 
 import io
 import os
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -85,15 +86,13 @@ class RankStates:
 
         Args:
             name: the key under which this object was given to ``dcp.save``.
-            checkpoint: the folder of the checkpoint, or a reader of it.
+            checkpoint: the folder of the checkpoint, whose metadata may be a stranger's: it is
+                unpickled with the classes of such metadata alone; or a reader, which may not.
 
         Raises:
             ValueError: on all ranks alike, if states are missing, damaged, or not of this model.
         """
-        if isinstance(checkpoint, StorageReader):
-            reader = checkpoint
-        else:
-            reader = FileSystemReader(checkpoint)
+        reader = checkpoint if isinstance(checkpoint, StorageReader) else _PlainReader(checkpoint)
 
         def read(rank: int) -> dict[str, Any]:
             key = f"{name}.rank{rank}"
@@ -109,3 +108,47 @@ class RankStates:
         storage = Storage("the checkpoint", lambda rank: f"the state {name}.rank{rank}", read)
         if not restore(self._state, storage):
             raise ValueError(f"RankStates: the checkpoint has no states of ranks under {name!r}")
+
+
+class _PlainReader(FileSystemReader):
+    """A reader of a checkpoint that runs no code of the checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler of what torch writes as the metadata of a checkpoint, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in _MODULES else None
+        if name in _MODULES.get(module, ()) or isinstance(found, _VALUES):
+            return found
+        raise pickle.UnpicklingError(f"the metadata of the checkpoint names {module}.{name}")
+
+
+_PATHS = "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"
+_VALUES = torch.dtype, torch.layout, torch.memory_format
+_MODULES: dict[str, tuple[str, ...]] = {
+    "torch": ("Size",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "collections": ("OrderedDict",),
+    "torch.serialization": ("_get_layout",),  # looks a name up in a dictionary
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+}

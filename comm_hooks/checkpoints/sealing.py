@@ -53,6 +53,8 @@ def _digest(value: Any) -> str:
 def _add(digest: "hashlib.blake2b", value: Any) -> None:
     """Feed a value to a digest, with its kind and size, so that different values differ."""
     if isinstance(value, torch.Tensor):
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError("a tensor repeats its elements: a small file could fill the memory")
         digest.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
         octets = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(octets.numpy().data)
