@@ -1,5 +1,8 @@
 """A rank that fails and goes on, or ends, lets no other rank wait, and is the one that is named."""
 
+import os
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import Exchange, PayloadError, PeerError, Sign, register
 from comm_hooks.optim import LocalVarianceAdam, low_communication
-from tests.ranks import RanksOf
+from tests.ranks import CONTEXT, RanksOf
 
 SOON = 10.0  # seconds, of a timeout of 60
 BAD, LAST = 1, 8
@@ -142,3 +145,81 @@ def test_a_rank_that_fails_and_stays_is_named_at_once(
     went_on = [outcome["after"] == "trains on" for outcome in outcomes]
     assert all(went_on) or not any(went_on)
     assert all(outcome["alike"] for outcome in outcomes) == all(went_on)
+
+
+TIMEOUT = 5.0
+Rank = Callable[[int, int], None]
+
+
+def exchange_until_one_ends(rank: int, port: int) -> None:
+    """Train; rank 2 ends in the middle of a step."""
+    join(rank, port, 4, 60.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(4)])
+    step, _ = with_hook(model, dist.group.WORLD)  # type: ignore[arg-type]
+    for _ in range(3):
+        step()
+    if rank == 2:
+        with mock.patch(PLACES["while it decodes"], side_effect=lambda *_, **__: os._exit(1)):
+            step()
+    step()
+    step()
+
+
+def stop_before_the_first_exchange(rank: int, port: int) -> None:
+    """Exchange over TCP; rank 0, which keeps the store, is stopped before."""
+    join(rank, port, 3, TIMEOUT)
+    exchange = Exchange(Sign(), min_numel=1)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    exchange.average_({"weight": torch.ones(8, 8)})
+
+
+def join(rank: int, port: int, ranks: int, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+
+
+def tell(function: Rank, rank: int, port: int, said: Any) -> None:
+    begin = time.monotonic()
+    try:
+        function(rank, port)
+    except PeerError as error:
+        said.put((rank, str(error), time.monotonic() - begin))
+    said.close()
+    said.join_thread()
+    os._exit(0)  # threads may wait for the store
+
+
+def told_by(function: Rank, ranks: int, speakers: int) -> list[tuple[int, str, float]]:
+    """Run processes; return what so many of them say, and after how many seconds."""
+    said = CONTEXT.Queue()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    processes = [
+        CONTEXT.Process(target=tell, args=(function, rank, port, said)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return [said.get(timeout=60) for _ in range(speakers)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_all_that_are_left_name_the_one_that_has_ended() -> None:
+    for _, message, seconds in told_by(exchange_until_one_ends, 4, 3):
+        assert "because rank 2 did not take part: ended, stopped" in message
+        assert seconds < 30
+
+
+@pytest.mark.slow
+def test_a_rank_that_keeps_the_store_may_be_stopped() -> None:
+    for _, message, seconds in told_by(stop_before_the_first_exchange, 3, 2):
+        assert "the key-value store of the process group does not answer" in message
+        assert seconds < TIMEOUT + 25
