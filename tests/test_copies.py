@@ -1,6 +1,7 @@
 """Copies of a hooked model, as exponential averages of its weights make them."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -140,3 +141,9 @@ def test_a_copied_exchange_goes_on_like_the_original(memory: Memory, collective:
     for first, second in zip(firsts, seconds, strict=True):
         assert all(map(torch.equal, first, second))
     assert [e.stats() for e in copies] == [e.stats() for e in originals]
+
+
+def test_a_state_of_a_hook_says_how_it_is_saved() -> None:
+    state = CompressionState(TopK(density=0.1))
+    with pytest.raises(TypeError, match=r"save state_dict\(\), on every rank"):
+        torch.save(state, io.BytesIO())

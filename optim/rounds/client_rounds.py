@@ -43,8 +43,11 @@ def play_round(
             averaging.compare(transport)
             if client is not None:
                 memory = state.clients.memory(client)
-                contribution = round_exchange.contribution(client, places)
-                state.clients.leave(client, keep=contribution is not None)
+                if client in state.left_out:
+                    round_exchange.inner.state.clear()
+                else:
+                    contribution = round_exchange.contribution(client, places)
+                    state.clients.leave(client, keep=contribution is not None)
             collection.add(turn, contribution, memory)
         conclude(places, collection.finish())
     except BaseException as error:
@@ -60,4 +63,5 @@ def play_round(
         state.clients.commit()
     finally:
         state.is_round_open = False
+        state.left_out.clear()
         state.model.note()

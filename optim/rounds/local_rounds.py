@@ -363,6 +363,22 @@ class LocalRounds(WrappingOptimizer):
                 self._round, self.participation, self._averaging, self.server, self._conclude
             )
 
+    def leave_out(self, client: int) -> None:
+        """Leave a client out of the present round, as if it had not been drawn.
+
+        For a client without data, or one whose turn failed: its steps so far have no effect, and
+        its residual and its inner optimizer's state stay as they were before the round.
+
+        Args:
+            client: the number that :meth:`clients` has yielded last.
+
+        Raises:
+            ValueError: outside of the loop over :meth:`clients`.
+        """
+        if not self.round_state.is_round_open:
+            raise ValueError("LocalRounds: leave_out() belongs in the loop over clients()")
+        self.round_state.left_out.add(client)
+
     def _conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Take the server step along the clients' mean displacement; subclasses may refuse it."""
         self._round.conclude(places, aggregate)

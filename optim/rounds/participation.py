@@ -92,8 +92,12 @@ class PlainCollection(Collection):
 
     Without error feedback and with a linear compressor, a rank adds up its clients' displacements
     before it compresses; otherwise every client's payload is sent.
+
+    Args:
+        weights: the weight of each client in the mean; None: all weigh the same.
     """
 
+    weights: Sequence[float] | None = None
     _scheduled: list[int | None] = field(default_factory=list, init=False)
     _own: set[int] = field(default_factory=set, init=False)
     _contributed: list[int] = field(default_factory=list, init=False)
@@ -109,10 +113,12 @@ class PlainCollection(Collection):
         delta = [torch.zeros_like(t) for t in total]
         if contribution is not None:
             self._own.add(contribution.client)
-            delta = contribution.delta
+            delta, weight = contribution.delta, self._weight(contribution.client)
+            if weight != 1:
+                torch._foreach_mul_(delta, weight)
             if self.statistics:
                 own = [contribution.statistics[name] for name in self.statistics]
-                torch._foreach_add_(list(self.statistics.values()), own)
+                torch._foreach_add_(list(self.statistics.values()), own, alpha=weight)
         if not self._adds_up:
             self._sum(delta, turn, memory)
         torch._foreach_add_(total, delta)
@@ -122,15 +128,18 @@ class PlainCollection(Collection):
             self._sum(list(self.total.values()), self._scheduled, None)
         scheduled = {client for client in self._scheduled if client is not None}
         missing = sorted(scheduled - set(self._contributed))
-        count = len(self._contributed)
-        if not count:
+        count, weight = len(self._contributed), sum(map(self._weight, self._contributed))
+        if not weight:
             return Aggregate(None, {}, missing, 0)
-        torch._foreach_div_(list(self.total.values()), count)
+        torch._foreach_div_(list(self.total.values()), weight)
         if self.statistics:
             self.exchange.average_(self.statistics, compress=False)
-            share = self.exchange.transport.world_size / count
+            share = self.exchange.transport.world_size / weight
             torch._foreach_mul_(list(self.statistics.values()), share)
         return Aggregate(list(self.total.values()), self.statistics, missing, count)
+
+    def _weight(self, client: int) -> float:
+        return 1.0 if self.weights is None else self.weights[client]
 
     def _sum(self, delta: list[torch.Tensor], turn: Turn, memory: Memory | None) -> None:
         """Replace ``delta`` by its sum over ranks, and record the clients that are in the sum."""
@@ -195,6 +204,8 @@ class Participation(ClientSampling):
         fraction: the share of clients that take part in each round, in (0, 1]:
             ``ceil(fraction * clients)``, drawn without replacement.
         seed: the seed of the draws, equal on all ranks.
+        weights: the weight of each client in the mean, such as its number of samples, at least 0;
+            by default all weigh the same.
 
     Raises:
         ValueError: for values out of range, with which no client could be drawn.
@@ -211,15 +222,26 @@ class Participation(ClientSampling):
     clients: int
     fraction: float = 1.0
     seed: int = 0
+    weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
         require_within(self, "fraction", self.fraction, "(0, 1]")
         require_integer(self, "seed", self.seed)
+        if self.weights is not None:
+            for weight in self.weights:
+                require_within(self, "weights", weight, "[0, inf)")
+            if len(self.weights) != self.clients or not any(self.weights):
+                raise ValueError(
+                    f"Participation: weights must be one number for each of {self.clients} "
+                    f"clients, not all of them 0, got {len(self.weights)}"
+                )
+            mean = sum(self.weights) / self.clients
+            object.__setattr__(self, "weights", tuple(w / mean for w in self.weights))
 
     def draw(self, round_index: int) -> list[int]:
         """Return the clients of a round, counted from 0, in ascending order."""
-        count = math.ceil(self.fraction * self.clients)
+        count = math.ceil(round(self.fraction * self.clients, 9))  # 0.07 * 100 is above 7
         bits = random_bits([derive_key(self.seed, round_index, "participation")], self.clients)[0]
         return sorted(np.argsort(bits, kind="stable")[:count].tolist())
 
@@ -227,7 +249,7 @@ class Participation(ClientSampling):
         return deal(self.draw(round_index), transport.world_size)
 
     def collection(self, exchange: Exchange, delta: Named, statistics: Named) -> Collection:
-        return PlainCollection(exchange, delta, statistics)
+        return PlainCollection(exchange, delta, statistics, self.weights)
 
 
 def deal(clients: Sequence[int], world_size: int) -> list[list[int | None]]:

@@ -44,6 +44,7 @@ class RoundsState:
         decay: the product of 1 - lr weight_decay since each parameter's exchange, float64, (P,).
         round_index: the number of exchanges so far, each of one fragment.
         is_round_open: whether clients are taking their turns.
+        left_out: the clients of this rank whose turns in the present round do not count.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class RoundsState:
         self.decay = np.ones(len(self.parameters))
         self.round_index = 0
         self.is_round_open = False
+        self.left_out: set[int] = set()
         self._loaded_from: int | None = None
         self._is_resumed = False
 

@@ -7,7 +7,7 @@ and refuses strings.
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -135,7 +135,8 @@ class CompressionState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Return a state for a copy of the model, with the same names for its parameters."""
-        duplicate = memo[id(self)] = copy.copy(self)
+        duplicate = memo[id(self)] = object.__new__(type(self))
+        duplicate.__dict__.update(self.__dict__)
         duplicate.exchange = copy.deepcopy(self.exchange, memo)
         duplicate._names = {copy.deepcopy(p, memo): name for p, name in self._names.items()}
         duplicate.exchange.owner = duplicate
@@ -144,6 +145,12 @@ class CompressionState:
         duplicate._model, duplicate._seen = None, WeakKeyDictionary()
         duplicate._accumulation = AccumulationCheck()
         return duplicate
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "CompressionState cannot be pickled: save state_dict(), on every rank, and load it into "
+            "a new state"
+        )
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return an empty dictionary: a hook has no hyperparameters of an optimizer."""

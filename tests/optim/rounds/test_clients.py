@@ -1,6 +1,7 @@
 """More clients than ranks: against a NumPy reference, and whatever an absent client must keep."""
 
 import io
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim import FedAMS, FedLAMB
 from comm_hooks.optim.rounds import LocalRounds, Participation
@@ -379,3 +381,52 @@ def rolled_back(client_state: str) -> None:
 @pytest.mark.parametrize("client_state", ["keep", *rarely("reset")])
 def test_a_snapshot_may_be_loaded_again_and_again(ranks_of: RanksOf, client_state: str) -> None:
     ranks_of(2).run(rolled_back, client_state)
+
+
+def weighted(compressor: Compressor, left_out: int | None) -> list[np.ndarray]:
+    """Train clients of three sizes, one of them without data or left out in the middle."""
+    sizes = [10.0, 30.0, 0.0, 20.0] if left_out is None else [10.0, 30.0, 5.0, 20.0]
+    parameters = make_parameters()
+    linear = compressor == Identity()
+    memory = None if linear else ErrorFeedback()
+    collective: Any = "auto" if linear else "all_gather"
+    exchange = Exchange(compressor, memory, collective, min_numel=16)
+    inner = torch.optim.SGD(parameters.items(), lr=LR, momentum=MOMENTUM)
+    participation = Participation(clients=len(sizes), weights=sizes)
+    rounds = LocalRounds(inner, exchange, participation=participation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index in range(3):
+            for client in rounds.clients():
+                for k in range(K):
+                    set_gradients(parameters, index * K + k, client)
+                    rounds.step()
+                    if client == left_out and k == 1:
+                        rounds.leave_out(client)
+                        break
+    return [*values(parameters).values()]
+
+
+@pytest.mark.parametrize("compressor", [Identity(), TopK(density=1.0, value_bits=32)], ids=str)
+@pytest.mark.filterwarnings("ignore:world size is 1")
+def test_a_client_that_is_left_out_counts_as_one_without_weight(
+    ranks_of: RanksOf, compressor: Compressor
+) -> None:
+    without = ranks_of(2).run(weighted, compressor, None)
+    left_out = ranks_of(2).run(weighted, compressor, 2)
+    alone = ranks_of(1).run(weighted, Identity(), None)
+    for mine, other in itertools.product([*without, *left_out], alone):
+        for value, expected in zip(mine, other, strict=True):
+            np.testing.assert_allclose(value, expected, atol=2e-5)
+
+
+def test_leaving_out_belongs_in_the_loop() -> None:
+    (transport,) = Simulated(1)
+    parameters = make_parameters()
+    rounds = LocalRounds(
+        torch.optim.SGD(parameters.items(), lr=LR),
+        Exchange(Identity(), transport=transport),
+        participation=Participation(2),
+    )
+    with pytest.raises(ValueError, match="belongs in the loop over clients"):
+        rounds.leave_out(0)

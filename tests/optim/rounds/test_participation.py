@@ -11,6 +11,8 @@ from comm_hooks.collectives import Simulated
 from comm_hooks.optim.rounds import Participation
 from comm_hooks.optim.rounds.clock import cut
 
+INF = float("inf")
+
 
 @given(
     clients=st.integers(1, 60),
@@ -70,3 +72,15 @@ def test_fragments_are_a_balanced_partition(sizes: list[int], data: st.DataObjec
     assert all(parts)
     weights = [sum(max(1, sizes[i]) for i in part) for part in parts]
     assert max(weights) - min(weights) <= max(max(sizes), 1)
+
+
+def test_a_fraction_draws_what_it_says() -> None:
+    assert len(Participation(100, 0.07).draw(0)) == 7
+    assert len(Participation(1000, 0.029).draw(0)) == 29
+    assert len(Participation(10, 0.01).draw(0)) == 1
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0), (0.0,) * 3, (1.0, -1.0, 1.0), (1.0, 2.0, INF)])
+def test_weights_are_a_number_for_each_client(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        Participation(3, weights=weights)
