@@ -228,9 +228,10 @@ class ExchangingOptimizer(ExactStateOptimizer):
             compress: see :meth:`~comm_hooks.Exchange.average_`.
             is_raw: whether the message is the gradients, with no more digits than they had.
         """
-        dtypes = {p.dtype for p in self._parameters()} if is_raw else set()
+        dtypes = {p.dtype for p in self._parameters()}
         # A GradScaler's division makes numbers that float16 cannot hold.
-        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else None
+        known = {torch.float64, torch.bfloat16} if is_raw else {torch.float64}
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= known else None
         self.exchange.average_(message, compress=compress, dtype=dtype)
         first = next(iter(message.values()))
         found = torch.isfinite(first[(0,) * first.dim()])

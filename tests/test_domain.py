@@ -1,5 +1,7 @@
 """Results scale with gradients, whatever their magnitude, dtype, compressor and route."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -56,3 +58,15 @@ def test_exact_rounds_of_16_bit_tensors_send_16_bits(
             assert torch.equal(own[name], mean.to(dtype))
     stats = world.exchanges[0].stats()
     assert stats["bytes_sent"] < 1.01 * stats["bytes_uncompressed"]
+
+
+def test_float64_is_averaged_in_float32_and_says_so() -> None:
+    world = World(2, Identity(), min_numel=1)
+    gradients = world.gradients("a", torch.float64)
+    expected = sum(own["a"] for own in gradients) / 2
+    with pytest.warns(UserWarning, match="float64 tensors are averaged in float32"):
+        world.run(gradients)
+    torch.testing.assert_close(gradients[0]["a"], expected, rtol=1e-6, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        world.run(world.gradients("a", torch.float64))

@@ -33,6 +33,7 @@ from comm_hooks.exchange.state import ExchangeState, Traffic
 from comm_hooks.exchange.transaction import Transaction
 from comm_hooks.memory.base import Memory
 from comm_hooks.requirements import require_kind
+from comm_hooks.warnings import warn_program
 from comm_hooks.wire.checksum import fingerprint
 from comm_hooks.wire.header import PendingChecks
 from comm_hooks.wire.stamp import WIRE_VERSION, Stamp, digest, refuse_disagreement
@@ -426,6 +427,11 @@ class Exchange:
             if is_new:
                 yield from compare_tensors(bucket.layout.segments, self.transport.ranks)
                 bucket.compared = True
+                if (dtype or tensors[0].dtype) == torch.float64:
+                    warn_program(
+                        "float64 tensors are averaged in float32, whose relative error is 6e-8: "
+                        "convert the model by model.float(), or leave the averaging to DDP"
+                    )
             verify = self.verifies(is_new=is_new)
             stamp = self._stamp(bucket)
             if verify:

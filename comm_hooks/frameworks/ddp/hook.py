@@ -148,8 +148,8 @@ class CompressionState:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "CompressionState cannot be pickled: save state_dict(), on every rank, and load it into "
-            "a new state"
+            "CompressionState cannot be pickled: save state_dict(), on every rank, and load it "
+            "into a new state"
         )
 
     def hyperparameters(self) -> dict[str, Any]:
