@@ -93,8 +93,14 @@ class ExactStateOptimizer(SteppingOptimizer):
             seen.append(state)
 
         # Other hooks may replace the state; this one comes last and sees the final one.
+        state = by_name(self, state_dict)
+        # Settings that the state does not know stay as they are.
+        state["param_groups"] = [
+            {**{key: own[key] for key in own.keys() & self.defaults.keys()}, **group}
+            for own, group in zip(self.param_groups, state["param_groups"], strict=False)
+        ] + state["param_groups"][len(self.param_groups) :]
         with self.register_load_state_dict_pre_hook(look):
-            super().load_state_dict(by_name(self, state_dict))
+            super().load_state_dict(state)
         saved = seen[0]
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         for key, parameter in zip(keys, parameters_of(self.param_groups), strict=True):

@@ -5,7 +5,15 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import along_, count_step, normalized_average_, prepared, values
+from comm_hooks.optim.moments import (
+    along_,
+    count_step,
+    normalized_average_,
+    prepared,
+    shortened,
+    values,
+)
+from comm_hooks.requirements import require_within
 
 
 class LaProp(BatchedOptimizer):
@@ -31,6 +39,8 @@ class LaProp(BatchedOptimizer):
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
         weight_decay: decoupled weight decay, as in AdamW.
+        horizon: a factor of the horizon of beta1, 1 / (1 - beta1), in (0, 1]: so that groups keep
+            the betas of the AdamW that is replaced.
 
     State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
     (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`; its
@@ -57,14 +67,19 @@ class LaProp(BatchedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        horizon: float = 1.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, "horizon": horizon})
 
     def _check_group(self, settings: Group) -> None:
-        check_hyperparameters(self, **settings)
+        others = dict(settings)
+        require_within(self, "horizon", others.pop("horizon"), "(0, 1]")
+        check_hyperparameters(self, **others)
 
     def _update(self, parameters: Tensors, group: Group) -> None:
+        beta1, beta2 = group["betas"]
+        group = {**group, "betas": (shortened(beta1, group["horizon"]), beta2)}
         by_age: dict[int, Tensors] = {}
         for parameter in parameters:
             by_age.setdefault(self._age(parameter), []).append(parameter)

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from comm_hooks.optim.base import parameters_of, require_distinct_names
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.hyperparameters import check_hyperparameters, check_own_settings
 from comm_hooks.optim.laprop import LaProp
-from comm_hooks.optim.moments import halve_ema_horizon
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.clock import cut
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
@@ -48,8 +48,10 @@ _BACK = 2.0
 _SHORTEST, _LONGEST = 2, 128  # local steps
 _SAFE = 16
 """The number of local steps up to which it matters little that some elements are never sent."""
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "horizon")
 """The settings that a parameter group may have of its own."""
+_HORIZON = 0.5
+"""The horizon of the first moment, divided by AdamW's: residuals act as a momentum as well."""
 _MUON_MOMENTUM = 0.8  # a quarter of the horizon of the usual 0.95: residuals hold longer
 
 
@@ -215,17 +217,17 @@ def low_communication(
         )
     settings: Any = {
         "lr": lr,
-        "betas": (halve_ema_horizon(betas[0]), betas[1]),
+        "betas": betas,
         "weight_decay": weight_decay,
     }
     parts = local_shards(groups)
     local = (
-        LaProp(parts, **settings)
+        LaProp(parts, horizon=_HORIZON, **settings)
         if inner == "adamw"
         else MuonAdamW(
             parts[0]["params"],
             momentum=_MUON_MOMENTUM,
-            rest=LaProp,
+            rest=partial(LaProp, horizon=_HORIZON),
             **{key: parts[0].get(key, value) for key, value in settings.items()},
         )
     )
@@ -277,7 +279,6 @@ def _groups(given: Any) -> list[dict[str, Any]]:
             result[-1]["param_names"] = []  # torch asks all groups for names, or none
         if "betas" in group:
             check_hyperparameters("low_communication", betas=group["betas"])
-            result[-1]["betas"] = (halve_ema_horizon(group["betas"][0]), group["betas"][1])
     return result
 
 

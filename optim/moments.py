@@ -75,17 +75,17 @@ def corrected(v: Tensors, beta: float, steps: Sequence[int]) -> Tensors:
     return list(torch._foreach_div(v, [1 - beta**t for t in steps]))
 
 
-def halve_ema_horizon(beta1: float) -> float:
-    """Return the decay rate of a momentum with half the horizon of ``beta1``, at least 0.
+def shortened(beta1: float, horizon: float) -> float:
+    """Return the decay rate of a momentum with a share of the horizon of ``beta1``, at least 0.
 
     For optimizers with error feedback: residuals act as a momentum as well.
 
     Example::
 
-        >>> round(halve_ema_horizon(0.9), 3), halve_ema_horizon(0.3)
-        (0.8, 0.0)
+        >>> round(shortened(0.9, 0.5), 3), shortened(0.3, 0.5), shortened(0.9, 1.0)
+        (0.8, 0.0, 0.9)
     """
-    return max(0.0, 1 - 2 * (1 - beta1))
+    return beta1 if horizon == 1 else max(0.0, 1 - (1 - beta1) / horizon)
 
 
 def momentum_(buffers: Tensors, new: Tensors, momentum: float) -> Tensors:

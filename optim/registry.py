@@ -19,7 +19,7 @@ from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
-from comm_hooks.optim.moments import halve_ema_horizon
+from comm_hooks.optim.moments import shortened
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
 from comm_hooks.optim.published.compressed_adam import CompressedAdam
@@ -234,7 +234,7 @@ _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] 
     "frozen_variance_adam": (FrozenVarianceAdam, Defaults.freezing),
     "local_variance_adam": (
         LocalVarianceAdam,
-        lambda d: d.of_adamw(betas=(halve_ema_horizon(d.betas[0]), d.betas[1])),
+        lambda d: d.of_adamw(betas=(shortened(d.betas[0], 0.5), d.betas[1])),
     ),
     "low_communication": (low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
     "local_adamw": (LocalAdamW, Defaults.of_adamw),

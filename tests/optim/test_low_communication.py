@@ -205,7 +205,7 @@ def test_local_steps_are_those_of_laprop_with_half_the_horizon() -> None:
     )
     assert isinstance(optimizer.inner, LaProp)
     (group,) = optimizer.param_groups
-    assert group["betas"] == pytest.approx((0.8, 0.95))
+    assert (group["betas"], group["horizon"]) == ((0.9, 0.95), 0.5)
     assert (group["lr"], group["weight_decay"]) == (1e-2, 0.2)
 
 
@@ -223,10 +223,8 @@ def test_parameter_groups_keep_what_they_say(named: bool) -> None:
     )
     many, few = optimizer.param_groups
     assert (many["weight_decay"], few["weight_decay"]) == (0.1, 0.0)
-    assert (many["betas"], few["betas"]) == (
-        pytest.approx((0.8, 0.95)),
-        pytest.approx((0.4, 0.9)),
-    )
+    assert (many["betas"], few["betas"]) == ((0.9, 0.95), (0.7, 0.9))
+    assert many["horizon"] == few["horizon"] == 0.5
     names = ["0.weight", "3.weight"] if named else ["0", "1"]
     assert many["param_names"] == names
     assert len({*many["param_names"], *few["param_names"]}) == 6
@@ -327,4 +325,16 @@ def test_muon_takes_the_hidden_matrices() -> None:
     assert isinstance(optimizer.inner, MuonAdamW)
     matrices, others = optimizer.param_groups
     assert matrices["param_names"] == ["0.weight", "3.weight"]
-    assert others["betas"] == pytest.approx((0.8, 0.95))
+    assert (others["betas"], others["horizon"]) == ((0.9, 0.95), 0.5)
+
+
+def test_groups_taken_over_twice_are_as_if_taken_over_once() -> None:
+    """As a script does that is stopped, started and loads its optimizer again."""
+    model, steps = make_model(), []
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.99))
+    for groups in (adamw.param_groups, None):
+        groups = steps[-1].param_groups if groups is None else groups
+        steps.append(low_communication(groups, lr=1e-2, transport=Simulated(2)[0]))
+    first, second = (optimizer.param_groups[0] for optimizer in steps)
+    assert (first["betas"], first["horizon"]) == (second["betas"], second["horizon"])
+    assert first["betas"] == (0.9, 0.99)

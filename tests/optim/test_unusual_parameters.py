@@ -140,8 +140,9 @@ def test_muon_keeps_what_its_one_group_says() -> None:
     made = rounds([group], inner="muon")
     assert isinstance(made.inner, MuonAdamW)
     assert {(g["lr"], g["weight_decay"]) for g in made.param_groups} == {(0.05, 0.0)}
-    (betas,) = {g["betas"] for g in made.param_groups if "betas" in g}
-    assert betas == pytest.approx((0.6, 0.9))
+    assert [(g["betas"], g["horizon"]) for g in made.param_groups if "betas" in g] == [
+        ((0.8, 0.9), 0.5)
+    ]
 
 
 def test_names_are_those_without_compilation() -> None:
