@@ -1,6 +1,6 @@
 """Accelerate: mixed precision, accumulation, clipping, a schedule and checkpoints.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --resume
 """
 

@@ -1,7 +1,7 @@
 """DeepSpeed: the JSON asks for rounds of local steps.
 
-deepspeed --num_gpus 2 examples/deepspeed_engine.py
 torchrun --standalone --nproc-per-node 2 examples/deepspeed_engine.py
+deepspeed --num_gpus 2 examples/deepspeed_engine.py
 """
 
 import argparse

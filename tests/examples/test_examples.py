@@ -1,9 +1,11 @@
 """The example scripts run as they are, for a few steps, and go on from what they saved."""
 
+import ast
 import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from tests.docs.runner import _WITHOUT_COMPILER
 from tests.torchrun import Torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RANKS = {"fsdp": 4}
 # What a script needs, and how it is told to go on from its checkpoint.
 SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "ddp": ("torch", ["--checkpoint", "checkpoint"]),
@@ -27,14 +28,14 @@ LINE = r"held-out loss (\d\.\d+), (\d+) times fewer bytes"
 
 
 def printed(torchrun: Torchrun, folder: Path, name: str, *arguments: str) -> str:
-    """Return what a script prints."""
-    command = [
-        str(torchrun.command),
-        "--standalone",
-        f"--nproc-per-node={RANKS.get(name, 2)}",
-        str(EXAMPLES / f"{name}.py"),
-        *arguments,
-    ]
+    """Return what the first command of a script prints, with other arguments."""
+    script = EXAMPLES / f"{name}.py"
+    module = ast.parse(script.read_text())
+    first = next(line for line in (ast.get_docstring(module) or "").splitlines() if ".py" in line)
+    program, *options = shlex.split(first)
+    options = options[: options.index(f"examples/{name}.py")]
+    assert program == "torchrun", first
+    command = [str(torchrun.command), *options, str(script), *arguments]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
