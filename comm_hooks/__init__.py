@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         skip_hook,
     )
     from comm_hooks.memory import Differences, ErrorFeedback, Memory, MomentumCorrection
+    from comm_hooks.optim.replacing import replace
 
 __version__ = "0.1.0"
 
@@ -56,10 +57,11 @@ __all__ = [
     "TopK",
     "compression_hook",
     "register",
+    "replace",
     "skip_hook",
 ]
 
-_HOMES = ("compressors", "errors", "exchange", "frameworks.ddp.hook", "memory")
+_HOMES = ("compressors", "errors", "exchange", "frameworks.ddp.hook", "memory", "optim.replacing")
 
 
 def __getattr__(name: str) -> Any:

@@ -99,8 +99,13 @@ class ExactStateOptimizer(SteppingOptimizer):
             {**{key: own[key] for key in own.keys() & self.defaults.keys()}, **group}
             for own, group in zip(self.param_groups, state["param_groups"], strict=False)
         ] + state["param_groups"][len(self.param_groups) :]
+        groups = self.param_groups
         with self.register_load_state_dict_pre_hook(look):
             super().load_state_dict(state)
+        for own, loaded in zip(groups, self.param_groups, strict=True):
+            own.clear()  # a scheduler or another optimizer may hold the same dictionary
+            own.update(loaded)
+        self.param_groups = groups
         saved = seen[0]
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         for key, parameter in zip(keys, parameters_of(self.param_groups), strict=True):

@@ -1,5 +1,8 @@
 """Adam that divides each gradient by its root mean square before it averages over steps."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.optim.optimizer import ParamsT
 
@@ -43,8 +46,8 @@ class LaProp(BatchedOptimizer):
             the betas of the AdamW that is replaced.
 
     State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
-    (v) in float32.  Keys, shapes and dtypes are those of :class:`torch.optim.AdamW`; its
-    checkpoints can be loaded, but m is in other units, and takes 1 / (1 - beta1) steps to adapt.
+    (v) in float32.  The state of an AdamW can be loaded: keys, shapes and dtypes are the same, and
+    its m is divided by the present sqrt(v-hat) + eps, approximately LaProp's.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -76,6 +79,28 @@ class LaProp(BatchedOptimizer):
         others = dict(settings)
         require_within(self, "horizon", others.pop("horizon"), "(0, 1]")
         check_hyperparameters(self, **others)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict()``, or take over that of an AdamW."""
+        if not any("horizon" in group for group in state_dict["param_groups"]):
+            state_dict = {**state_dict, "state": self._normalized(state_dict)}
+        super().load_state_dict(state_dict)
+
+    def _normalized(self, of_adamw: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return AdamW's state with each first moment divided by the root of the second one."""
+        result = dict(of_adamw["state"])
+        for saved, own in zip(of_adamw["param_groups"], self.param_groups, strict=False):
+            (beta1, beta2), eps = saved["betas"], saved["eps"]
+            for key in saved["params"]:
+                state = result.get(key, {})
+                if not (t := float(state.get("step", 0))):
+                    continue
+                mean = state["exp_avg"].to(state_dtype(state["exp_avg"].dtype)) / (1 - beta1**t)
+                mean /= (state["exp_avg_sq"] / (1 - beta2**t)).sqrt() + eps
+                beta1_here = shortened(beta1, own["horizon"])
+                mean *= 1 - beta1_here**t
+                result[key] = {**state, "step": torch.tensor(t), "exp_avg": mean}
+        return result
 
     def _update(self, parameters: Tensors, group: Group) -> None:
         beta1, beta2 = group["betas"]

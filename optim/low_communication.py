@@ -83,6 +83,7 @@ def low_communication(
     *,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
     weight_decay: float = 0.1,
     total_steps: int | None = None,
     bits_per_parameter: float = 0.09,
@@ -126,11 +127,12 @@ def low_communication(
 
     Args:
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
-            optimizers take them; a group's own ``lr``, ``betas`` and ``weight_decay`` take
-            precedence, as those in the ``param_groups`` of an AdamW.
+            optimizers take them; a group's own ``lr``, ``betas``, ``eps`` and
+            ``weight_decay`` take precedence; :func:`comm_hooks.replace` takes over an AdamW.
         lr: the largest learning rate, for groups without one; give schedulers the returned
             optimizer.
         betas: the betas of the AdamW that is replaced, also those in a group.
+        eps: as in AdamW.
         weight_decay: decoupled weight decay, as in AdamW.
         total_steps: the number of steps of the training, if known: it then has at least twenty
             rounds, and sends every element at least once on average.  If None, rounds of more
@@ -167,7 +169,7 @@ def low_communication(
     """
     where = "low_communication"
     groups = _groups(named_parameters)
-    check_hyperparameters(where, lr=lr, betas=betas, weight_decay=weight_decay)
+    check_hyperparameters(where, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     own_rates = [group.get("initial_lr", group.get("lr")) for group in groups]
     if lr not in own_rates and None not in own_rates:
         warnings.warn(
@@ -215,11 +217,7 @@ def low_communication(
             "can end worse than without exchange: give total_steps, to have this checked",
             stacklevel=2,
         )
-    settings: Any = {
-        "lr": lr,
-        "betas": betas,
-        "weight_decay": weight_decay,
-    }
+    settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     parts = local_shards(groups)
     local = (
         LaProp(parts, horizon=_HORIZON, **settings)

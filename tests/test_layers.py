@@ -22,8 +22,8 @@ LAYERS = [
     ("exchange",),
     ("registered_model", "shared_model"),
     ("frameworks.ddp",),
-    ("",),  # the package itself: what users import
     ("optim",),
+    ("",),  # the package itself: what users import
     ("frameworks", "tracking"),
     ("launchers",),
 ]

@@ -27,6 +27,19 @@ class RankState(Protocol):
         """Restore all ranks' saved states, in rank order; ``ValueError`` if they do not fit."""
 
 
+CARRIED = "comm_hooks"
+"""The key in the first group of a saved optimizer that :func:`comm_hooks.replace` returned.
+
+The group has the whole state under it, so that an AdamW that loads the state keeps all of it.
+"""
+
+
+def whole_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole state that the first group of a saved optimizer carries, or the state."""
+    groups = saved.get("param_groups")
+    return groups[0].get(CARRIED, saved) if groups else saved
+
+
 def exchange_of(state: Any) -> Any:
     """Return the exchange of a :class:`RankState`: its ``exchange``, or the object itself."""
     return getattr(state, "exchange", state)

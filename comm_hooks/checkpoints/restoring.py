@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comm_hooks.checkpoints.protocol import RankState, exchange_of, gather_findings, local_steps
+from comm_hooks.checkpoints.protocol import (
+    RankState,
+    exchange_of,
+    gather_findings,
+    local_steps,
+    whole_state,
+)
 from comm_hooks.checkpoints.sealing import require_seal, sealed
 from comm_hooks.collectives.requests import AllGatherObject
 
@@ -48,7 +54,8 @@ class Storage:
 def entry_of(state: RankState) -> dict[str, Any]:
     """Return the entry that this rank stores: its state, the ranks that exchange, a checksum."""
     ranks = list(exchange_of(state).transport.ranks)
-    return sealed({_STATE: state.state_dict(), _RANKS: ranks, _LOCAL_STEPS: local_steps(state)})
+    own = whole_state(state.state_dict())
+    return sealed({_STATE: own, _RANKS: ranks, _LOCAL_STEPS: local_steps(state)})
 
 
 def restore(state: RankState, storage: Storage, *, step: int | None = None) -> bool:
