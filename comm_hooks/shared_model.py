@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,13 +26,14 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
     2. ``module.state_dict()``, and that of any submodule, returns copies of the shared values in
        either mode;
     3. after ``module.load_state_dict()``, or that of any submodule, local steps continue from the
-       loaded values.
+       loaded values;
+    4. a copy or pickle of the module, or of a submodule, is a plain one with the shared values.
 
     If other code has written to parameters since the last step, the written values count as
     progress of this rank, with a warning, and items 1 and 2 have no effect.
 
-    A copy or pickle of the module is a plain module with the present values.  Optimizers that were
-    attached before are detached; a module in evaluation mode keeps its present values.
+    The shared values include those of buffers that are averaged.  Optimizers that were attached
+    before are detached; a module in evaluation mode keeps its present values.
 
     Args:
         module: the module with the parameters of ``rounds``, without a wrapper: ``train()`` of a
@@ -66,8 +67,9 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
         if held == own:
             # On the instance: frameworks and users call module.train() and module.eval().
             part.train = _Train(part, view)  # type: ignore[method-assign]
-        if held:
+        if held or any(True for _ in part.buffers()):
             _VIEWS[part] = view
+            part.__reduce_ex__ = functools.partial(_reduce, part)  # type: ignore[method-assign]
             view.add_hooks(part, is_root=part is module)
 
 
@@ -102,30 +104,41 @@ class _View:
         self._rounds = rounds
         self._shown: ExitStack | None = None
         self._has_warned = False
+        self._places = {id(p): place for place, p in enumerate(rounds.parameters)}
+        self._copies: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def add_hooks(self, part: nn.Module, *, is_root: bool) -> None:
         """Hook a submodule: saving takes the shared values, and loading sets the shared values."""
         rounds = self._rounds.round_state
         places: list[int] = []
         own: list[list[torch.Tensor] | None] = []
+        buffers: list[tuple[set[int], dict[str, torch.Tensor] | None]] = []
 
         def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
             if prefix and not is_root:
                 return  # the hook of the module around this one does it
             values = self.values()
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                # With keep_vars=True the state holds the parameter itself, which stays.
-                if id(parameter) in values and state.get(prefix + name, parameter) is not parameter:
-                    state[prefix + name] = values[id(parameter)]
+            for named in (module.named_parameters, module.named_buffers):
+                for name, own in named(remove_duplicate=False):
+                    # With keep_vars=True the state holds the parameter itself, which stays.
+                    value = values.get(id(own))
+                    if value is not None and state.get(prefix + name, own) is not own:
+                        state[prefix + name] = value
 
         def to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
             named = module.named_parameters(recurse=False)
             places[:] = rounds.places_of(p for name, p in named if prefix + name in state)
             own[:] = [rounds.own_values(places)]
+            held = {
+                id(b) for name, b in module.named_buffers(recurse=False) if prefix + name in state
+            }
+            buffers[:] = [(held, rounds.buffers.copies() if own[0] is not None else None)]
 
         def loaded(module: nn.Module, incompatible_keys: object) -> None:
             if places:
                 rounds.adopt(places.copy(), own.pop())
+            if buffers:
+                rounds.buffers.adopt(*buffers.pop())
             places.clear()
 
         self._hooks += [
@@ -160,6 +173,7 @@ class _View:
         for part in [part for part, view in _VIEWS.items() if view is self]:
             del _VIEWS[part]
             vars(part).pop("train", None)
+            del part.__reduce_ex__
         if self._shown is not None:
             self._close(self._rounds.parameters)
 
@@ -182,7 +196,32 @@ class _View:
             self._warn()
             return {}
         pairs = zip(self._rounds.parameters, self._rounds.round_state.shared_values(), strict=True)
-        return {id(whole(part)): like_whole(value, part) for part, value in pairs}
+        shared = {id(whole(part)): like_whole(value, part) for part, value in pairs}
+        return shared | self._rounds.round_state.buffers.values()
+
+    def copies(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return copies of the shared values of a module's own parameters and buffers, by name.
+
+        A tensor that several modules share has one copy as long as that is in use.
+        """
+        state = self._rounds.round_state
+        if state.model.is_written_to:
+            return {}
+        state.begin()
+        found = {}
+        for name, own in [*module._parameters.items(), *module._buffers.items()]:
+            place = self._places.get(id(own))
+            value = state.buffers.value(module, name) if place is None else state.model.value(place)
+            if own is None or value is None:
+                continue
+            copied = self._copies.get(id(own))
+            if copied is None or not torch.equal(copied, value):
+                copied = value.clone()
+                if isinstance(own, nn.Parameter):
+                    copied = nn.Parameter(copied, requires_grad=own.requires_grad)
+                self._copies[id(own)] = copied
+            found[name] = copied
+        return found
 
     def _warn(self) -> None:
         if self._rounds.steps and not self._has_warned:
@@ -220,6 +259,19 @@ class _Train:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    """Return what makes a copy or pickle of a module: a plain module with the shared values."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    if (view := _VIEWS.get(module)) is None:  # in a copy
+        return reduced
+    make, arguments, state, *rest = reduced
+    shared = view.copies(module)
+    state = {k: v for k, v in state.items() if k not in ("train", "__reduce_ex__")}
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {name: shared.get(name, own) for name, own in state[kind].items()}
+    return make, arguments, state, *rest
 
 
 class _Hook:

@@ -229,7 +229,7 @@ def low_communication(
             **{key: parts[0].get(key, value) for key, value in settings.items()},
         )
     )
-    return LocalRounds(
+    rounds = LocalRounds(
         local,
         make_exchange(plan.density, transport, sharded=plan.sharded, decay=plan.decay),
         SGD(filter(trains, parameters_of(local.param_groups)), lr=plan.outer_lr),
@@ -238,6 +238,10 @@ def low_communication(
         look_ahead=_AHEAD[inner],
         shared_decay=True,
     )
+    count = sum(math.prod(shape) for shape in shapes.values())
+    steps = plan.local_steps / plan.fragments  # between two exchanges
+    rounds.round_state.buffers.budget = plan.bits * count * steps / 8
+    return rounds
 
 
 def _groups(given: Any) -> list[dict[str, Any]]:

@@ -83,12 +83,17 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
             f"replace(): {type(old).__name__} has taken steps or loaded a state, which is of no "
             "use for inner='muon': replace it before"
         )
+    if CARRIED not in old.param_groups[0] and any("horizon" in g for g in old.param_groups):
+        raise ValueError(
+            f"replace(): {type(old).__name__} has loaded a part of the state of an optimizer that "
+            "replace() returned: load it into the one that replace() returns"
+        )
     ddp = find_ddp(model)
     if ddp is not None:
         settings.setdefault("process_group", ddp.process_group)
     rounds = _successor(model if ddp is None else ddp.module, old, settings)
-    _take_over_state(rounds, old)
     register(model, rounds)
+    _take_over_state(rounds, old)
     _retire(old, rounds)
     for each in schedulers:
         each.optimizer = rounds
@@ -143,11 +148,6 @@ def _take_over_state(rounds: LocalRounds, old: Optimizer) -> None:
     if (carried := old.param_groups[0].get(CARRIED)) is not None:
         rounds.load_state_dict(carried)
         return
-    if any("horizon" in group for group in old.param_groups):
-        raise ValueError(
-            f"replace(): {type(old).__name__} has loaded a part of the state of an optimizer that "
-            "replace() returned: load it into the one that replace() returns"
-        )
     if not old.state:
         return
     state = old.state_dict()
@@ -187,7 +187,7 @@ def _retire(old: Optimizer, rounds: LocalRounds) -> None:
         )
 
     step._wrapped_by_lr_sched = refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    rounds.step, old.step = step, refuse  # type: ignore[method-assign]
+    rounds.step, old.step = step, refuse  # type: ignore[assignment, method-assign]
 
 
 def _carry(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

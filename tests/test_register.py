@@ -1,6 +1,5 @@
 """register() finds DDP in what frameworks make of a model, and refuses what cannot work."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -316,38 +315,6 @@ def accumulate(between: str) -> list[str]:
 def test_accumulating_what_is_averaged_already_warns_once(ranks_of: RanksOf, between: str) -> None:
     for messages in ranks_of(2).run(accumulate, between):
         assert len(messages) == BETWEEN[between]
-
-
-def warnings_of_broadcasts() -> list[int]:
-    """Return how often registering warns: with buffers, not broadcast, few, none, and a hook."""
-    normalized = [nn.Linear(16, 16), nn.BatchNorm1d(16)]
-    cases: list[tuple[list[nn.Module], bool, bool]] = [
-        (normalized, True, True),
-        (normalized, False, True),
-        ([nn.Linear(16, 4096), nn.Linear(4096, 16), nn.BatchNorm1d(16)], True, True),
-        ([nn.Linear(16, 16)], True, True),
-        (normalized, True, False),
-    ]
-    counts = []
-    for layers, broadcast, in_rounds in cases:
-        ddp = DistributedDataParallel(
-            nn.Sequential(*copy.deepcopy(layers)), broadcast_buffers=broadcast
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if in_rounds:
-                register(
-                    ddp,
-                    low_communication(ddp.module.named_parameters(), lr=1.0, bits_per_parameter=32),
-                )
-            else:
-                register(ddp, "topk")
-        counts.append(sum("bytes of buffers" in str(w.message) for w in caught))
-    return counts
-
-
-def test_rounds_tell_of_buffers_that_ddp_goes_on_sending(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(warnings_of_broadcasts) == [[1, 0, 0, 0, 0]] * 2
 
 
 def register_with_others() -> str:

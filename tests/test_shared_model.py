@@ -166,27 +166,60 @@ def test_rounds_that_are_made_anew_take_the_place_of_the_earlier_ones(mode: bool
     on_two_ranks(check)
 
 
-def test_copies_are_plain_models() -> None:
-    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> None:
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_copies_are_plain_models_with_what_all_ranks_share() -> None:
+    def check(transport: Transport, model: nn.Module, rounds: LocalRounds) -> dict[str, Any]:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        own = weights(model)
+        own, shared = weights(model), state_of(model)
         for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            assert equal(weights(other.eval()), own)
-            assert not other.training
+            assert all(map(torch.equal, other.state_dict().values(), shared.values()))
+            assert not equal(weights(other), own)
+            assert not other.eval().training
             assert model.training
-            assert torch.equal(other.state_dict()["0.weight"], own[0])
             other.load_state_dict({k: v + 1 for k, v in other.state_dict().items()})
             other[2].load_state_dict(other[2].state_dict())
-            assert torch.equal(other.state_dict()["0.weight"], own[0] + 1)
+            assert torch.equal(other.state_dict()["0.weight"], shared["0.weight"] + 1)
             assert equal(weights(model), own)
+        part = copy.deepcopy(model[0])
+        assert torch.equal(part.weight, shared["0.weight"])
         averaged = AveragedModel(model)
         averaged.update_parameters(model)
         averaged.eval()
         assert model.training
+        take_steps(model, rounds, range(3, 6), transport.rank)
+        later = copy.deepcopy(model)
+        assert all(map(torch.equal, later.state_dict().values(), state_of(model).values()))
+        assert not torch.equal(later[0].weight, shared["0.weight"])
+        return shared
 
-    on_two_ranks(check)
+    first, second = on_two_ranks(check)
+    assert all(map(torch.equal, first.values(), second.values()))
+
+
+def test_a_copy_keeps_ties() -> None:
+    def check(transport: Transport) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+        rounds = low_communication(
+            model.named_parameters(), lr=0.01, bits_per_parameter=8.0, transport=transport
+        )
+        register(model, rounds)
+        model(torch.ones(1, 8)).sum().backward()
+        rounds.step()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert other[1].weight is other[0].weight
+            assert other[0].weight is not model[0].weight
+
+    run_ranks(check, 2)
 
 
 def test_a_model_that_is_not_the_optimizers_is_refused() -> None:

@@ -106,8 +106,9 @@ class LocalRounds(WrappingOptimizer):
     left out; a step raises an error if they require a gradient later.
 
     Not supported: weights for clients of different size; ``fragments`` with ``participation``;
-    buffers (batch norm statistics stay each rank's own); parameters added later; copies; loading
-    the states of clients on another number of ranks.
+    buffers of clients (batch norm statistics are averaged only where each rank is one client, and
+    the model is registered); parameters added later; copies; loading the states of clients on
+    another number of ranks.
 
     Example::
 
@@ -235,6 +236,7 @@ class LocalRounds(WrappingOptimizer):
         for name, optimizer in optimizers.items():
             groups = hyperparameters_of(optimizer.param_groups)
             found |= {f"{name} {key}": value for key, value in groups.items()}
+        found["buffers"] = self.round_state.buffers.names
         if self.shared_decay:  # which all ranks take at x for the parameters that train
             pairs = zip(self.names(), self.parameters, strict=True)
             found["frozen parameters"] = [name for name, p in pairs if not trains(p)]
@@ -290,6 +292,9 @@ class LocalRounds(WrappingOptimizer):
                 self._round.exchange_fragments(outstanding)
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 state.model.restore()
+        if buffers := state.buffers.due(0):
+            self.exchange.average_(buffers, compress=False)
+            state.buffers.set(buffers)
         state.model.note()
         self.exchange.wait()
         self.exchange.compare_replicas()
@@ -318,6 +323,8 @@ class LocalRounds(WrappingOptimizer):
         state = self.round_state
         every = range(len(self.parameters))
         state.adopt(every if parameters is None else state.places_of(parameters))
+        if parameters is None:
+            state.buffers.adopt()
 
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank since the start; see :meth:`~comm_hooks.Exchange.stats`.
@@ -335,7 +342,7 @@ class LocalRounds(WrappingOptimizer):
         ``register(model, rounds)``, ``model.eval()`` does it by itself.
         """
         self.round_state.begin()
-        return self.round_state.model.shown()
+        return self.round_state.shown()
 
     def clients(self) -> Iterator[int]:
         """Run one round: yield the number of each client of this rank, for the loop to train it.
@@ -362,6 +369,10 @@ class LocalRounds(WrappingOptimizer):
             yield from play_round(
                 self._round, self.participation, self._averaging, self.server, self._conclude
             )
+
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Average the buffers of a module that forward passes change, such as running means."""
+        self.round_state.share_buffers(module)
 
     def leave_out(self, client: int) -> None:
         """Leave a client out of the present round, as if it had not been drawn.

@@ -74,8 +74,11 @@ class RoundExchange:
         return self._participation.collection(self.exchange, delta, statistics)
 
     def _statistics(self) -> dict[str, torch.Tensor]:
-        """Return the inner optimizer's tensors that are averaged over clients, by name."""
-        return self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
+        """Return what is averaged in full precision, by name: moments of clients, and buffers."""
+        own = self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
+        if self._participation is None:
+            own.update(self.state.buffers.due(self.state.round_index))
+        return own
 
     def conclude(self, places: Sequence[int], aggregate: Aggregate) -> None:
         """Warn of clients without a finite result, and take the server step along the mean."""
@@ -99,6 +102,7 @@ class RoundExchange:
                 state.model.look_ahead(places, residuals, self._look_ahead)
             if isinstance(self.inner, LocalAMSGrad):
                 self.inner.set_statistics(aggregate.statistics)
+            state.buffers.set(aggregate.statistics)
         state.round_index += 1
 
     def end_step(self, *, is_skipped: bool) -> None:

@@ -39,6 +39,11 @@ class SharedModel:
         self._values = self._moved(self._values)
         return self._values
 
+    def value(self, place: int) -> torch.Tensor:
+        """Return the shared value of one parameter."""
+        self._values[place] = self._values[place].to(self._parameters[place])
+        return self._values[place]
+
     @property
     def starts(self) -> Tensors:
         """The values at the start of the local steps: shared ones, except after look_ahead()."""

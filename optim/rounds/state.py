@@ -1,11 +1,13 @@
 """The state of an optimizer of local steps: shared model, local progress, residuals, counters."""
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from comm_hooks.checkpoints.sealing import SEAL, require_seal, sealed
@@ -15,6 +17,7 @@ from comm_hooks.optim.base import by_name, names_of, parameters_of, require_dist
 from comm_hooks.optim.frozen import trains
 from comm_hooks.optim.rounds.client_states import ClientStates
 from comm_hooks.optim.rounds.clock import FragmentClock
+from comm_hooks.optim.rounds.shared_buffers import SharedBuffers
 from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.shards import whole
 from comm_hooks.warnings import warn_program
@@ -39,6 +42,7 @@ class RoundsState:
         names: the names of :attr:`parameters`.
         groups: the index of each parameter's group, (P,) for P parameters.
         model: the shared model.
+        buffers: the model's buffers that are averaged; none unless a module is registered.
         clock: the counter of local steps, which tells when each fragment is exchanged.
         clients: the residuals and inner optimizer states of this rank's clients.
         decay: the product of 1 - lr weight_decay since each parameter's exchange, float64, (P,).
@@ -67,6 +71,7 @@ class RoundsState:
         require_distinct_names(owner, self.names)
         self.groups = np.array([groups[place] for place in own], dtype=int)
         self.model = SharedModel(self.parameters, server)
+        self.buffers = SharedBuffers()
         self.clock = FragmentClock([p.numel() for p in self.parameters], fragments, local_steps)
         self.clients = ClientStates(inner, exchange.memory, keep_inner=keep_inner)
         self.decay = np.ones(len(self.parameters))
@@ -124,6 +129,21 @@ class RoundsState:
         if self.clock.steps == self.round_index == 0:
             self.model.begin_at_live()
 
+    def share_buffers(self, module: nn.Module) -> None:
+        """Average the buffers of a module from now on; those that were loaded stay as they are."""
+        budget = self.buffers.budget
+        self.buffers = SharedBuffers(module)
+        self.buffers.budget = budget
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give parameters and buffers the shared values within the context."""
+        if self.model.is_shown:
+            yield
+        else:
+            with self.model.shown(), self.buffers.shown():
+                yield
+
     def require_no_round(self, call: str) -> None:
         """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
         if self.is_round_open:
@@ -164,6 +184,7 @@ class RoundsState:
             "decay": dict(zip(self.names, self.decay.tolist(), strict=True)),
             "own": own,
             "starts": starts,
+            "buffers": self.buffers.state_dict(),
             "clients": self.clients.state_dict(),
         }
         rounds = sealed({"released": self.release_state_dict(), "private": private})
@@ -199,7 +220,8 @@ class RoundsState:
         loaded_from = None
         if is_merging or any(state.get(key) != value for key, value in here.items()):
             loaded_from = state["rank"]
-            private = {**private, "own": {}, "starts": {}, "clients": {}}
+            shared = {**private["buffers"], "own": {}}
+            private = {**private, "own": {}, "starts": {}, "clients": {}, "buffers": shared}
             residuals: Any = {key: {} for key in {"memory", "server_memory"} & state.keys()}
             others = {key: value for key, value in state.items() if key not in here}
             known = {key: value for key, value in here.items() if value is not None}
@@ -217,6 +239,7 @@ class RoundsState:
             starts=self._in_order(values | private["starts"]) if private["starts"] else None,
             own=self._in_order(values | private["own"]),
         )
+        self.buffers.load_state_dict(private["buffers"])
         self.round_index = released["round_index"]
         place_of = {name: place for place, name in enumerate(self.names)}
         fragments = [[place_of[name] for name in part] for part in private["fragments"]]

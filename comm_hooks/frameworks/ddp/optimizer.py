@@ -21,9 +21,6 @@ from comm_hooks.warnings import warn_program
 
 logger = logging.getLogger(__name__)
 
-_NOTABLE = 1e-3
-"""Broadcast buffers larger than this fraction of the model's bytes cause a warning."""
-
 
 def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any:
     """Let a model leave the averaging to an optimizer that exchanges by itself.
@@ -62,9 +59,9 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         _require_ranks_of(ddp, own)
         check_options(ddp)
         register_hook(ddp, None, hook)
-        ddp.join_hook = functools.partial(_refuse_to_join, own)  # type: ignore[method-assign]
+        ddp.join_hook = functools.partial(_refuse_to_join, type(own).__name__)  # type: ignore[method-assign]
         if works_in_rounds:
-            _warn_of_broadcasts(ddp)
+            ddp.broadcast_buffers = False  # the optimizer averages them
     registered = RegisteredModel(module, is_fixed=False)
 
     def check(*args: object) -> None:
@@ -74,14 +71,15 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     own.register_step_pre_hook(check)
     if not works_in_rounds:
         return OptimizerState(own)
+    own.share_buffers(module)
     attach_shared_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
 
 
-def _refuse_to_join(optimizer: Optimizer, **kwargs: object) -> NoReturn:
+def _refuse_to_join(name: str, **kwargs: object) -> NoReturn:
     raise ValueError(
-        f"join() cannot be used with {type(optimizer).__name__}, which exchanges in step(): a rank "
+        f"join() cannot be used with {name}, which exchanges in step(): a rank "
         "without data would let the others wait: give all ranks equally many batches "
         "(DistributedSampler does)"
     )
@@ -100,17 +98,6 @@ def _require_constant_weights(model: nn.Module) -> None:
                 "pass, different rows on each rank, so that replicas would differ: leave max_norm "
                 "out, or shorten all rows after step()"
             )
-
-
-def _warn_of_broadcasts(ddp: DistributedDataParallel) -> None:
-    """Warn if DDP broadcasts buffers that are large compared with the messages of local steps."""
-    size = sum(b.nbytes for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
-    if size > _NOTABLE * sum(p.nbytes for p in ddp.module.parameters()):
-        warn_program(
-            f"DistributedDataParallel sends {size:,} bytes of buffers, running means and the like, "
-            "from rank 0 at every forward pass, which stats() does not count: make it with "
-            "broadcast_buffers=False"
-        )
 
 
 def _warn_of_unsharded(module: nn.Module) -> None:
