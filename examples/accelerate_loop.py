@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from gpt import CONTEXT, GPT, evaluate, loss_of, text, warm_cosine
 
 from comm_hooks.frameworks.accelerate import register
-from comm_hooks.optim import low_communication
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
@@ -31,11 +30,11 @@ loader = torch.utils.data.DataLoader(rows, batch_size=8)
 
 torch.manual_seed(0)
 model = GPT()
-optimizer = low_communication(model.named_parameters(), lr=2e-3, total_steps=args.steps)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 schedule = warm_cosine(optimizer, args.steps)
 # Each rank has its own text already: the loader is not prepared, which would deal it out again.
 model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-rounds = register(accelerator, model, optimizer)
+rounds = register(accelerator, model, optimizer, total_steps=args.steps)
 if args.resume:
     accelerator.load_state(args.checkpoint)
 

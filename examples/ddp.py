@@ -15,9 +15,9 @@ from gpt import GPT, batch, evaluate, loss_of, text, warm_cosine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import ErrorFeedback, Exchange, Sign, register, skip_hook
+from comm_hooks import ErrorFeedback, Exchange, Sign, register, replace, skip_hook
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
-from comm_hooks.optim import LocalVarianceAdam, low_communication
+from comm_hooks.optim import LocalVarianceAdam
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument(
@@ -42,10 +42,7 @@ held_out = held_out.to(device)
 torch.manual_seed(0)
 model = GPT().to(device)
 ddp_model = DistributedDataParallel(model)
-if args.method == "low_communication":  # rounds of local steps
-    optimizer = low_communication(model.named_parameters(), lr=args.lr, total_steps=args.steps)
-    state = register(ddp_model, optimizer)
-elif args.method == "signs":  # an exchange in every step, replicas agree bit for bit
+if args.method == "signs":  # an exchange in every step, replicas agree bit for bit
     exchange = Exchange(Sign(), ErrorFeedback())
     optimizer = LocalVarianceAdam(model.named_parameters(), exchange, lr=args.lr, weight_decay=0.1)
     state = register(ddp_model, optimizer)
@@ -54,7 +51,9 @@ else:
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
     )
     state = None
-    if args.method == "none":
+    if args.method == "low_communication":  # rounds of local steps
+        state = optimizer = replace(ddp_model, optimizer, total_steps=args.steps)
+    elif args.method == "none":
         ddp_model.register_comm_hook(None, skip_hook)
     elif args.method != "all_reduce":  # compressed gradients, under any optimizer
         state = register(ddp_model, args.method, ratio=0.05)

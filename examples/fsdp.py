@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from comm_hooks import register
-from comm_hooks.optim import low_communication
+from comm_hooks import replace
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
@@ -36,10 +35,8 @@ for block in model.blocks:
 fully_shard(model, mesh=mesh["shard"])
 
 between_nodes = mesh["replicate"].get_group()
-optimizer = low_communication(
-    model.named_parameters(), lr=2e-3, total_steps=args.steps, process_group=between_nodes
-)
-register(model, optimizer)
+adamw = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+optimizer = replace(model, adamw, total_steps=args.steps, process_group=between_nodes)
 schedule = warm_cosine(optimizer, args.steps)
 
 for step in range(args.steps):

@@ -1,4 +1,4 @@
-"""Lightning: a module whose optimizer exchanges by itself, and a callback.
+"""Lightning: a callback that replaces AdamW.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_module.py
 """
@@ -10,7 +10,6 @@ import torch
 from gpt import CONTEXT, GPT, loss_of, text, warm_cosine
 
 from comm_hooks.frameworks.lightning import CompressionCallback
-from comm_hooks.optim import low_communication
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
@@ -34,8 +33,9 @@ class Model(pl.LightningModule):
         self.log("held_out", loss_of(self.gpt, row[:, :-1], row[:, 1:]), sync_dist=True)
 
     def configure_optimizers(self) -> object:
-        """Return rounds of local steps, with a schedule."""
-        optimizer = low_communication(self.named_parameters(), lr=2e-3, total_steps=args.steps)
+        """Return an AdamW, which the callback replaces, with a schedule."""
+        settings = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        optimizer = torch.optim.AdamW(self.parameters(), **settings)
         schedule = warm_cosine(optimizer, args.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -49,7 +49,7 @@ def loader(part: torch.Tensor) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(part.unfold(0, CONTEXT + 1, CONTEXT), batch_size=8)
 
 
-callback = CompressionCallback()
+callback = CompressionCallback(total_steps=args.steps)
 trainer = pl.Trainer(
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     devices=2,

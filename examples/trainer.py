@@ -10,7 +10,6 @@ from gpt import CONTEXT, text
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from comm_hooks.frameworks import transformers
-from comm_hooks.optim import low_communication
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
@@ -26,6 +25,8 @@ arguments = TrainingArguments(
     per_device_train_batch_size=8,
     gradient_accumulation_steps=2,
     learning_rate=2e-3,
+    adam_beta2=0.95,
+    weight_decay=0.1,
     lr_scheduler_type="cosine",
     warmup_steps=args.steps // 10,
     max_grad_norm=1.0,
@@ -55,17 +56,15 @@ model = LlamaForCausalLM(
         max_position_embeddings=CONTEXT,
     )
 )
-optimizer = low_communication(model.named_parameters(), lr=2e-3, total_steps=args.steps)
 trainer = Trainer(
     model,
     arguments,
     train_dataset=rows_of(data),
     eval_dataset=rows_of(held_out[: 64 * CONTEXT]),
-    optimizers=(optimizer, None),
 )
-transformers.register(trainer)
+callback = transformers.register(trainer, total_steps=args.steps)
 trainer.train(resume_from_checkpoint=args.resume)
 loss = trainer.evaluate()["eval_loss"]
 if trainer.is_world_process_zero():
-    fewer = optimizer.stats()["compression_ratio"]
+    fewer = callback.state.stats()["compression_ratio"]
     print(f"held-out loss {loss:.3f}, {fewer:.0f} times fewer bytes")

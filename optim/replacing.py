@@ -69,9 +69,7 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
         >>> optimizer.param_groups[0]["lr"]
         0.005
     """
-    wrapper, old = None, optimizer
-    while isinstance(getattr(old, "optimizer", None), Optimizer):
-        wrapper, old = old, old.optimizer
+    old = _unwrapped(optimizer)
     _require_adamw(old)
     if given := sorted(settings.keys() & set(_TAKEN)):
         raise ValueError(
@@ -97,13 +95,30 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
     _retire(old, rounds)
     for each in schedulers:
         each.optimizer = rounds
-    if wrapper is None:
+    if optimizer is old:
         return rounds
-    if hasattr(wrapper, "_optimizer"):  # Fabric
-        wrapper._optimizer = rounds
+    if hasattr(optimizer, "_optimizer"):  # Fabric
+        optimizer._optimizer = rounds
     else:  # Accelerate
-        type(wrapper).__init__(wrapper, rounds, device_placement=False, scaler=wrapper.scaler)
-    return wrapper
+        type(optimizer).__init__(optimizer, rounds, device_placement=False, scaler=optimizer.scaler)
+    return optimizer
+
+
+def take_over(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
+    """Replace an AdamW, or register an optimizer that exchanges; return the state to save.
+
+    For frameworks: ``settings`` are those of :func:`replace`, or none.
+    """
+    if isinstance(_unwrapped(optimizer), Adam):
+        return _unwrapped(replace(model, optimizer, **settings))
+    return register(model, optimizer, **settings)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of frameworks."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _require_adamw(optimizer: Any) -> None:

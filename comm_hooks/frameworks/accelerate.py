@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register as register_hook
+from comm_hooks.optim.replacing import take_over
 
 
 def register(
@@ -34,7 +35,8 @@ def register(
         accelerator: an ``accelerate.Accelerator``.
         model: the result of ``accelerator.prepare``.
         compressor, settings: see :func:`comm_hooks.register`; an optimizer may be passed as it was
-            before or after ``prepare``.
+            before or after ``prepare``.  The AdamW that ``prepare`` returned is replaced in its
+            wrapper, with the settings of :func:`comm_hooks.replace`.
 
     Returns:
         The state, as :func:`comm_hooks.register`.
@@ -54,9 +56,11 @@ def register(
         TopK(density=0.015625, block_size=4096, value_bits=16, index_code='elias_fano', overlap=0.0)
     """
     scaler = getattr(accelerator, "scaler", None)
-    if scaler is not None and not isinstance(compressor, Optimizer):
-        settings.setdefault("loss_scale", scaler.get_scale)
-    state = register_hook(model, compressor, **settings)
+    if isinstance(compressor, Optimizer):
+        state = take_over(model, compressor, **settings)
+    else:
+        scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
+        state = register_hook(model, compressor, **{**scale, **settings})
     name = _folder(accelerator)
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:

@@ -10,10 +10,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.optim import Optimizer
+
 from comm_hooks.checkpoints.protocol import local_steps
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register
+from comm_hooks.optim.replacing import take_over
 from comm_hooks.shared_model import show_model
 from comm_hooks.tracking import StatsLogger
 
@@ -43,9 +46,9 @@ class CompressionCallback(Callback):
     without communication, and clips the mean.
 
     Args:
-        compressor, settings: see :func:`~comm_hooks.register`.  Without a compressor, the optimizer
-            that ``configure_optimizers`` returns exchanges by itself, for instance
-            :func:`~comm_hooks.optim.low_communication`.
+        compressor, settings: see :func:`~comm_hooks.register`.  Without a compressor, the AdamW
+            that ``configure_optimizers`` returns is replaced, with the settings of
+            :func:`comm_hooks.replace`; or that optimizer exchanges by itself.
 
     Attributes:
         state: the result of :func:`~comm_hooks.register` after the start of fitting, else None.
@@ -101,9 +104,10 @@ class CompressionCallback(Callback):
         before = self.state if self._module is pl_module else None
         self._module = pl_module
         if self._compressor is None:
-            optimizer = _only(trainer.optimizers)
-            self.state = register(pl_module, optimizer)
-            _let_clip(trainer.precision_plugin, optimizer)
+            self.state = take_over(pl_module, _only(trainer.optimizers), **self._settings)
+            if isinstance(self.state, Optimizer):
+                trainer.optimizers = [self.state]
+            _let_clip(trainer.precision_plugin, trainer.optimizers[0])
         else:
             self.state = register(pl_module, self._compressor, **self._settings)
             if before is not None:  # fitted before: go on with its residuals

@@ -8,6 +8,7 @@ from typing import Any
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.frameworks.ddp.hook import register as register_hook
+from comm_hooks.optim.replacing import take_over
 from comm_hooks.tracking import StatsLogger
 
 try:
@@ -34,8 +35,9 @@ def register(
 
     Args:
         trainer: gets a callback, and its ``train`` passes the resumed checkpoint to the callback.
-        compressor, settings: see :func:`comm_hooks.register`.  Without a compressor, the optimizer
-            of the Trainer exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
+        compressor, settings: see :func:`comm_hooks.register`.  Without a compressor, the AdamW of
+            the Trainer is replaced, with the settings of :func:`comm_hooks.replace`; or its
+            optimizer exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
 
     Returns:
         The callback; ``callback.state`` is the result of :func:`comm_hooks.register` after the
@@ -55,10 +57,7 @@ def register(
 
     Rounds of local steps in place of AdamW::
 
-        >>> from comm_hooks.optim import low_communication
-        >>> optimizer = low_communication(model.named_parameters(), lr=1e-3)
-        >>> trainer = Trainer(model, arguments, optimizers=(optimizer, None))  # doctest: +SKIP
-        >>> callback = transformers.register(trainer)  # doctest: +SKIP
+        >>> callback = transformers.register(trainer, total_steps=10_000)  # doctest: +SKIP
     """
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ValueError(
@@ -104,7 +103,7 @@ class CompressionCallback(TrainerCallback):
 
     def _register(self, model: Any) -> Any:
         if self._compressor is None:
-            return register_hook(model, self._trainer.optimizer)
+            return take_over(model, self._trainer.optimizer, **self._settings)
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
         return register_hook(model, self._compressor, **scale, **self._settings)

@@ -307,3 +307,49 @@ def refused_states() -> None:
 
 def test_states_that_would_mislead_are_refused(ranks_of: RanksOf) -> None:
     ranks_of(2).run(refused_states)
+
+
+def wrapped_by_fabric() -> None:
+    wrappers = pytest.importorskip("lightning.fabric.wrappers")
+
+    class Strategy:
+        def optimizer_step(self, optimizer: Any) -> None:
+            optimizer.step()
+
+        def get_optimizer_state(self, optimizer: Any) -> Any:
+            return optimizer.state_dict()
+
+    ddp = wrapped()
+    wrapper = wrappers._FabricOptimizer(adamw(ddp), Strategy())
+    scheduler = schedules.StepLR(wrapper, 1, 0.5)
+    optimizer = comm_hooks.replace(ddp, wrapper, scheduler=scheduler, bits_per_parameter=0.5)
+    assert optimizer is wrapper
+    rates = train(ddp, optimizer, 3, scheduler)
+    assert rates == [0.02, 0.01, 0.005]
+    assert optimizer.optimizer.stats()["steps"] == 3
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(ddp, optimizer, 1, scheduler)
+
+
+def test_the_wrapper_of_fabric_gets_the_new_optimizer(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(wrapped_by_fabric)
+
+
+def wrapped_by_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    ddp = wrapped()
+    old = adamw(ddp)
+    scheduler = schedules.StepLR(old, 1, 0.5)
+    wrapper, scheduler = accelerator.prepare(old, scheduler)
+    optimizer = comm_hooks.replace(ddp, wrapper, scheduler=scheduler, bits_per_parameter=0.5)
+    assert optimizer is wrapper
+    rates = train(ddp, optimizer, 3, scheduler)
+    assert rates[0] > rates[1] > rates[2]
+    assert optimizer.optimizer.stats()["steps"] == 3
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(ddp, optimizer, 1, scheduler)
+
+
+def test_the_wrapper_of_accelerate_gets_the_new_optimizer(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(wrapped_by_accelerate)
