@@ -96,7 +96,7 @@ class ExactStateOptimizer(SteppingOptimizer):
         state = by_name(self, state_dict)
         # Settings that the state does not know stay as they are.
         state["param_groups"] = [
-            {**{key: own[key] for key in own.keys() & self.defaults.keys()}, **group}
+            {**{key: own[key] for key in self.defaults if key in own}, **group}
             for own, group in zip(self.param_groups, state["param_groups"], strict=False)
         ] + state["param_groups"][len(self.param_groups) :]
         groups = self.param_groups

@@ -98,7 +98,7 @@ class Agreement:
             step, loads: see :class:`~comm_hooks.wire.stamp.Stamp`.
         """
         owner = self.owner
-        hyperparameters = digest(owner.hyperparameters()) if owner else 0
+        hyperparameters = digest(sorted(owner.hyperparameters().items())) if owner else 0
         return Stamp(digest_, step, loads, hyperparameters)
 
     def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
