@@ -1,6 +1,10 @@
 """The optimizer of low_communication in the place of an AdamW, in one call."""
 
 import io
+import os
+import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -353,3 +357,51 @@ def wrapped_by_accelerate() -> None:
 
 def test_the_wrapper_of_accelerate_gets_the_new_optimizer(ranks_of: RanksOf) -> None:
     ranks_of(2).run(wrapped_by_accelerate)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from tests.optim import test_replacing as t
+
+path, resume = Path(sys.argv[1]), len(sys.argv) > 2
+dist.init_process_group("gloo")
+ddp, optimizer = t.run_of(20, path, resume=resume)
+print("saved", flush=True)
+if not resume:
+    t.train(ddp, optimizer, 100_000)  # until it is killed
+print("loss", t.loss(ddp, optimizer), flush=True)
+optimizer.synchronize()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_script_resumes_in_new_processes(tmp_path: Path) -> None:
+    def start(*arguments: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        return [
+            subprocess.Popen(
+                [sys.executable, "-c", KILLED, str(tmp_path / "checkpoint.pt"), *arguments],
+                # Sets have another order in each process.
+                env={**os.environ, **shared, "RANK": str(rank), "PYTHONHASHSEED": str(rank)},
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    first = start()
+    for process in first:
+        assert process.stdout
+        assert process.stdout.readline() == "saved\n"
+    for process in first:
+        process.kill()
+        process.wait()
+    outputs = [process.communicate(timeout=200)[0] for process in start("resume")]
+    losses = [float(output.split("loss")[1]) for output in outputs]
+    assert losses[0] == losses[1] < 5
