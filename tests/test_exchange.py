@@ -27,6 +27,7 @@ from comm_hooks import (
 )
 from comm_hooks.collectives import Simulated
 from comm_hooks.exchange import ExchangeSettings
+from comm_hooks.memory.base import Memory
 from tests import worlds
 from tests.compressors.catalog import representative
 
@@ -291,6 +292,17 @@ def test_auto_takes_the_route_of_fewest_bytes() -> None:
             # What can be summed is, whatever a header costs.
             assert sent["auto"] == sent.get("all_reduce", min(sent.values()))
             assert sent["auto"] <= min(sent.values()) + 12 * 4 * size
+
+
+@pytest.mark.parametrize("memory", [Differences, MomentumCorrection, ErrorFeedback])
+def test_auto_compresses_twice_only_where_the_source_may(memory: type[Memory]) -> None:
+    sent = {}
+    for collective in ("auto", "all_gather", "sharded"):
+        world = World(8, TopK(0.1), memory=memory, collective=collective)
+        world.average(world.gradients("abcdef"))
+        sent[collective] = world.exchanges[0].stats()["bytes_sent"]
+    kept = "sharded" if memory is ErrorFeedback else "all_gather"
+    assert sent["auto"] == sent[kept] != sent["all_gather" if kept == "sharded" else "sharded"]
 
 
 def test_auto_does_not_compress_twice_to_save_what_rounding_costs() -> None:

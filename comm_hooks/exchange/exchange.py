@@ -250,6 +250,16 @@ class Exchange:
                 stacklevel=2,
             )
 
+    @property
+    def source_collective(self) -> str:
+        """The collective of the source of the owner, or of the memory; ``"auto"`` for any.
+
+        Shards compress the mean again, which is another algorithm where the source does not.
+        """
+        published = getattr(self.owner, "published", {})
+        own = self.memory.source_collective if self.memory else "auto"
+        return str(published.get("collective", own))
+
     def agree_now(self) -> None:
         """Compare the settings of all ranks before the first round; blocking and collective."""
         self.transport.run(self.agree())
@@ -753,6 +763,7 @@ class Exchange:
                 exact=exact,
                 place=place,
                 ranks_per_node=self._require_ranks_per_node() if over_nodes else None,
+                source=self.source_collective,
             )
         return bucket.routes[key]
 

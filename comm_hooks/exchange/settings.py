@@ -55,7 +55,8 @@ class ExchangeSettings:
             each exchange makes an empty copy (:attr:`Exchange.memory`).
         collective: moves payloads between ranks: ``"all_reduce"`` (linear compressors only),
             ``"all_gather"``, ``"sharded"``, or ``"auto"``: the one of these that moves the fewest
-            bytes (never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
+            bytes and leaves the algorithm as its source has it (:attr:`Exchange.source_collective`;
+            never shards if payloads can be summed).  ``"hierarchical"``: averages vectors in
             full precision inside each node, and compresses only the exchange between nodes, by the
             cheapest of the others.
         seed: the seed of all random draws.

@@ -27,6 +27,8 @@ class Memory(ABC):
     """
 
     sends_changes: ClassVar[bool] = False
+    source_collective: ClassVar[str] = "auto"
+    """What ``collective="auto"`` means: another one would be another algorithm."""
     linear: bool = True
     # The change of the residual of the mean over ranks per change of the stored vectors.
     _owed: ClassVar[float] = 1.0

@@ -37,6 +37,7 @@ class Differences(Memory):
     """
 
     sends_changes = True
+    source_collective = "all_gather"
     # A smaller estimate leaves a larger residual.
     _owed = -1.0
 

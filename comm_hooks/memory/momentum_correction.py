@@ -39,6 +39,8 @@ class MomentumCorrection(Memory):
         MomentumCorrection(momentum=0.9)
     """
 
+    source_collective = "all_gather"
+
     def __init__(self, momentum: float = 0.9) -> None:
         require_within(self, "momentum", momentum, "[0, 1)")
         self.momentum = momentum

@@ -55,6 +55,7 @@ class DeMo(ExchangingOptimizer):
         chunk=64,
         density=1 / 128,
         memory={"type": "error_feedback", "decay": 0.999},
+        collective="all_gather",
     )
     needs = ("memory",)
 

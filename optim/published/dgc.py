@@ -61,7 +61,9 @@ class DGC(ExchangingOptimizer):
         ... )
     """
 
-    published = block(compressor="topk", density=0.001, memory="momentum_correction")
+    published = block(
+        compressor="topk", density=0.001, memory="momentum_correction", collective="all_gather"
+    )
     needs = ("memory",)
 
     def __init__(

@@ -153,7 +153,9 @@ class EF21(DifferencesOptimizer):
         >>> optimizer = EF21(ddp_model.named_parameters(), exchange, lr=0.1, momentum=0.9)
     """
 
-    published = block(compressor="topk", density=1 / 64, memory="differences")
+    published = block(
+        compressor="topk", density=1 / 64, memory="differences", collective="all_gather"
+    )
 
     def __init__(
         self,

@@ -314,6 +314,7 @@ class SparseLoCo(LocalRounds):
         density=1 / 32,
         value_bits=2,
         memory={"type": "error_feedback", "decay": 0.95},
+        collective="all_gather",
     )
     needs = ("memory",)
 

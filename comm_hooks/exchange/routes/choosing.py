@@ -31,6 +31,7 @@ def choose_route(
     exact: Identity = _FLOATS,
     place: Place | None = None,
     ranks_per_node: int | None = None,
+    source: str = "auto",
 ) -> Route:
     """Return the route for a bucket: the sequence of collectives that averages its tensors.
 
@@ -41,6 +42,8 @@ def choose_route(
         server_memory: keeps the residuals of the shard that this rank owns.
         place: the place of the noise hook; None if there is no hook.
         ranks_per_node: if given, only the exchange between nodes is compressed.
+        source: the collective of the algorithm's source, for ``collective="auto"``; see
+            :attr:`Exchange.source_collective`.
 
     Raises:
         ValueError: if the settings or the compressor exclude a noise hook at that place.
@@ -52,7 +55,9 @@ def choose_route(
                 "vectors before the hook sees them"
             )
         assert compressor
-        return _over_nodes(layout, settings, compressor, transport, server_memory, ranks_per_node)
+        return _over_nodes(
+            layout, settings, compressor, transport, server_memory, ranks_per_node, source
+        )
     if place and compressor and not compressor.adds_up:
         raise ValueError(
             f"a noise_hook cannot be used with {compressor}, which does not decode to the sum over "
@@ -66,6 +71,8 @@ def choose_route(
     if compressor or place:
         wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
         carriers = [c for c in settings.carriers(compressor or Identity()) if wanted <= {c}]
+        if not wanted:
+            carriers = _of_source(carriers, source)
     if not carriers:
         assert place
         raise ValueError(
@@ -95,6 +102,7 @@ def _over_nodes(
     transport: Transport,
     server_memory: Memory | None,
     ranks_per_node: int,
+    source: str,
 ) -> Route:
     if ranks_per_node == transport.world_size:
         # Exact, and sends the residuals of an earlier run on more nodes.
@@ -105,7 +113,7 @@ def _over_nodes(
         return _cheapest(
             shards,
             shards.compressors(compressor, settings.exempt),
-            settings.carriers(compressor),
+            _of_source(settings.carriers(compressor), source),
             across,
             derive_key(settings.seed, 0, f"place {place} of a node"),
             server_memory,
@@ -113,6 +121,11 @@ def _over_nodes(
         )
 
     return Hierarchical(layout, transport, ranks_per_node, between)
+
+
+def _of_source(carriers: Sequence[str], source: str) -> Sequence[str]:
+    """Return the carriers that leave the algorithm as it is; sums of payloads always do."""
+    return [source] if source in carriers and "all_reduce" not in carriers else carriers
 
 
 def _downlink(

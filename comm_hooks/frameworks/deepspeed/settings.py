@@ -93,8 +93,12 @@ class EngineSettings:
             needs = entry.needs if "compressor" in (block or {}) else published
             block = {**needs, **(block or {})}
         if in_parts:
-            # ZeRO divides momenta between ranks: the engine averages gradients instead.
             entry = find("FrozenVarianceAdam")
+            warn_program(
+                f"optimizer.type: {name} at ZeRO stage {_stage(config)} is FrozenVarianceAdam, "
+                "another algorithm: ZeRO divides momenta between ranks, so gradients are compressed, not "
+                "momenta. Stage 0 has the published one"
+            )
         params = _params(name, entry, config["optimizer"].get("params") or {})
         if entry.averages == "before":
             if name in _NEEDS_BLOCK and block is None:
