@@ -96,8 +96,8 @@ class EngineSettings:
             entry = find("FrozenVarianceAdam")
             warn_program(
                 f"optimizer.type: {name} at ZeRO stage {_stage(config)} is FrozenVarianceAdam, "
-                "another algorithm: ZeRO divides momenta between ranks, so gradients are compressed, not "
-                "momenta. Stage 0 has the published one"
+                "another algorithm: ZeRO divides momenta between ranks, so gradients are "
+                "compressed, not momenta. Stage 0 has the published one"
             )
         params = _params(name, entry, config["optimizer"].get("params") or {})
         if entry.averages == "before":

@@ -151,10 +151,11 @@ def test_the_engine_averages_gradients_or_the_optimizer_exchanges(name: str) -> 
 def test_one_bit_adam_in_parts(stage: int) -> None:
     zero = {"zero_optimization": {"stage": stage}}
     params = {"lr": 0.1, "betas": [0.8, 0.9], "freeze_step": 7, "cuda_aware": False}
-    with pytest.warns(UserWarning) as warned:
+    with (
+        pytest.warns(UserWarning, match="cuda_aware of OneBitAdam"),
+        pytest.warns(UserWarning, match="is FrozenVarianceAdam, another algorithm"),
+    ):
         found = read("onebitadam", params, **zero)
-    for text in ("cuda_aware of OneBitAdam", "is FrozenVarianceAdam, another algorithm"):
-        assert any(text in str(each.message) for each in warned)
     del params["cuda_aware"]
     optimizer = made("OneBitAdam", params, **zero)
     assert isinstance(optimizer, FrozenVarianceAdam)
