@@ -4,9 +4,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.base import Tensors, held
+from comm_hooks.optim.base import Group, Tensors, held
 from comm_hooks.optim.moments import average_, average_squares_, count_step, values
 from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, step_
+from comm_hooks.warnings import warn_program
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -56,7 +57,9 @@ class OneBitAdam(FreezingOptimizer):
             of all steps.
         total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
 
-    State per parameter: ``exp_avg``, ``exp_avg_sq``.
+    State per parameter: ``exp_avg``, ``exp_avg_sq``.  The state of DeepSpeed's own OneBitAdam (0.19.6
+    and older) can be loaded: moments and steps go on.  It has the errors of rank 0 alone, which
+    DeepSpeed does not load either: they start from zero, with a warning.
 
     Raises:
         ValueError: for a ``freeze_step`` beyond ``total_steps``.
@@ -94,6 +97,24 @@ class OneBitAdam(FreezingOptimizer):
             freeze_step=freeze_step,
             total_steps=total_steps,
         )
+
+    def load_state_dict(self, state_dict: Group) -> None:
+        saved = state_dict["state"]
+        if any("corrected_tensor_size" in state for state in saved.values()):
+            warn_program(
+                "OneBitAdam: the state was saved by DeepSpeed's own: moments and steps go on, "
+                "compression errors, which it saves of rank 0 alone, start from zero"
+            )
+            kept = {
+                key: {
+                    "step": torch.tensor(float(state["step"])),
+                    "exp_avg": state["exp_avg"],
+                    "exp_avg_sq": state["exp_avg_sq"],
+                }
+                for key, state in saved.items()
+            }
+            state_dict = {**state_dict, "state": kept}
+        super().load_state_dict(state_dict)
 
     def _step(self, gradients: Tensors) -> None:
         states = self._states("exp_avg", "exp_avg_sq")

@@ -72,7 +72,7 @@ def choose_route(
         wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
         carriers = [c for c in settings.carriers(compressor or Identity()) if wanted <= {c}]
         if not wanted:
-            carriers = _of_source(carriers, source)
+            carriers = list(_of_source(carriers, source))
     if not carriers:
         assert place
         raise ValueError(

@@ -10,7 +10,7 @@ import torch
 
 from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.optim import LocalRounds, low_communication
+from comm_hooks.optim import LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, find, lookup
 from comm_hooks.requirements import require_integer, require_within
@@ -213,9 +213,7 @@ _ONE_BIT_REFUSED = {
     "max_grad_norm": "use gradient_clipping at the top level, as in DeepSpeed",
 }
 
-_ROUNDS_KEYS = ("method", "bits_per_parameter", "total_steps", "inner")
-_ROUNDS_PARAMS = ("lr", "betas", "weight_decay")
-# Arguments of AdamW in torch and DeepSpeed without a meaning for rounds.
+_ROUNDS_PARAMS = ("lr", "betas", "eps", "weight_decay")
 _ROUNDS_IGNORED = ("eps", "torch_adam", "fused", "foreach", "bias_correction")
 
 
@@ -257,7 +255,7 @@ def _chosen(config: Mapping[str, Any]) -> OptimizerEntry | None:
     if entry.works_in_rounds:
         raise ValueError(
             f"optimizer.type: {entry.type_name} cannot be used: it takes local steps. Write "
-            '"comm_hooks": {"method": "low_communication"} and "type": "CommHooksAdamW", or pass '
+            f'"comm_hooks": {{"method": "{entry.name}"}} and "type": "CommHooksAdamW", or pass '
             "the optimizer to initialize(optimizer=...)"
         )
     return entry
@@ -300,8 +298,10 @@ def _params(name: str, entry: OptimizerEntry, given: Any) -> dict[str, Any]:
 def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
     """Return a function that makes the optimizer of local steps that replaces AdamW."""
     method = block["method"]
-    if method != "low_communication":
-        raise ValueError(f"{BLOCK}.method: {unknown('method', method, ['low_communication'])}")
+    entry = lookup(method) if isinstance(method, str) else None
+    if entry is None or not entry.works_in_rounds:
+        known = [each.name for each in OPTIMIZERS.values() if each.works_in_rounds]
+        raise ValueError(f"{BLOCK}.method: {unknown('method', method, known)}")
     if _type(config).lower() not in ("adamw", "adam", "commhooksadamw"):
         raise ValueError(
             f"optimizer.type: {method} takes the place of AdamW and uses its learning rate: write "
@@ -310,15 +310,20 @@ def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
     params = dict(_items("optimizer.params", config["optimizer"].get("params") or {}))
     if params.pop("adam_w_mode", True) is not True:
         raise ValueError(f"optimizer.params.adam_w_mode: must be true for {method}: leave it out")
-    if ignored := [key for key in _ROUNDS_IGNORED if params.pop(key, None) is not None]:
+    # Arguments of AdamW in torch and DeepSpeed that the method does not have.
+    unused = [key for key in _ROUNDS_IGNORED if key not in entry.options]
+    if ignored := [key for key in unused if params.pop(key, None) is not None]:
         warn_program(f"optimizer.params: {', '.join(ignored)} are not used by {method}")
-    for path, given, known in (
-        (BLOCK, block, _ROUNDS_KEYS),
-        ("optimizer.params", params, _ROUNDS_PARAMS),
-    ):
-        for key in given:
-            if key not in known:
-                raise ValueError(f"{path}.{key}: {unknown('setting', key, known)}")
+    of_adamw = [key for key in _ROUNDS_PARAMS if key in entry.options]
+    own = [key for key in entry.options if key not in _ROUNDS_PARAMS]
+    if misplaced := [key for key in params if key not in of_adamw]:
+        key = misplaced[0]
+        raise ValueError(f"optimizer.params.{key}: {unknown('setting', key, of_adamw)}")
+    options = {"lr": 1e-3, **params, **{key: block[key] for key in own if key in block}}
+    rest = {key: value for key, value in block.items() if key not in ("method", *own)}
+    if entry.averages == "own" and rest:
+        key = next(iter(rest))
+        raise ValueError(f"{BLOCK}.{key}: {unknown('setting', key, ['method', *own])}")
     _check_engine(config, method)
     for key in ("bf16", "fp16"):
         if isinstance(config.get(key), Mapping) and config[key].get("enabled"):
@@ -327,9 +332,12 @@ def _rounds(config: Mapping[str, Any], block: Mapping[str, Any]) -> Make:
                 '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}, which computes in 16 '
                 "bits"
             )
-    settings = {"lr": 1e-3, **params, **block}
-    del settings["method"]
-    return _checked(f"{BLOCK} or optimizer.params", low_communication, settings)
+    path = f"{BLOCK} or optimizer.params"
+    if entry.averages == "own":
+        return _checked(path, entry.make, options)
+    published = entry.needs if "compressor" in rest else entry.published or {}
+    settings = ExchangeSettings.from_dict({**published, **rest}, path=BLOCK)
+    return _checked(path, lambda g, **o: entry.build(g, Exchange(settings), **o), options)
 
 
 def _checked(path: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Make:

@@ -1,5 +1,6 @@
 """Interrupted runs of optimizers named in the JSON, and checkpoints that must be refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,6 +155,50 @@ def test_another_optimizer_gets_the_model_alone(ranks_of: RanksOf, tmp_path: Pat
         assert "the residuals saved by OneBitAdam do not fit the exchange of gra" in str(
             outcome.error
         )
+
+
+def of_deepspeed(folder: Path) -> None:
+    """Write a checkpoint as DeepSpeed 0.19.6 wrote that of its own OneBitAdam, in float32."""
+    shutil.rmtree(folder / "now" / "comm_hooks")
+    (path,) = folder.glob("now/*model_states.pt")
+    content = torch.load(path, weights_only=False)
+    for state in content["optimizer"]["state"].values():
+        count = state["exp_avg"].numel()
+        state["step"] = int(state["step"])
+        state.update(tensor_size=count, corrected_tensor_size=count, server_chunk_size=count // 2)
+        state.update(worker_error=torch.ones(count), server_error=torch.ones(count // 2))
+    for group in content["optimizer"]["param_groups"]:
+        group.pop("param_names", None)
+        group.update(bias_correction=True, max_grad_norm=0.0)
+    torch.save(content, path)
+
+
+def go_on_from_deepspeed(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
+    with pytest.warns(UserWarning, match="saved by DeepSpeed's own: moments and steps go on"):
+        engine.load_checkpoint(folder, tag="now")
+    states = [engine.optimizer.state[p] for p in engine.module.parameters()]
+    moments = [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
+    assert all(len(state) == 3 for state in states)
+    train(engine, minibatches(2))
+    return moments, values(engine.module), int(states[0]["step"])
+
+
+def moments_of(folder: str) -> list[torch.Tensor]:
+    engine = new_engine(settings("OneBitAdam", PARAMS["OneBitAdam"]))
+    engine.load_checkpoint(folder, tag="now")
+    states = [engine.optimizer.state[p] for p in engine.module.parameters()]
+    return [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
+
+
+def test_a_checkpoint_of_deepspeeds_own_goes_on(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(save, "OneBitAdam", str(tmp_path), 6)
+    expected = ranks_of(2).run(moments_of, str(tmp_path))[0]
+    of_deepspeed(tmp_path)
+    (moments, first, steps), (_, second, _) = ranks_of(2).run(go_on_from_deepspeed, str(tmp_path))
+    assert all(map(torch.equal, moments, expected))
+    assert all(map(torch.equal, first, second))
+    assert steps == 8
 
 
 def diverged(folder: str) -> None:

@@ -11,7 +11,9 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from comm_hooks import ErrorFeedback, Exchange, TopK, register
+from comm_hooks.exchange import ExchangeSettings
 from comm_hooks.optim import LocalRounds, Participation, low_communication
+from comm_hooks.optim.registry import OPTIMIZERS
 from tests.frameworks.deepspeed.optimizer_runs import (
     loss_of,
     minibatches,
@@ -24,7 +26,15 @@ from tests.frameworks.deepspeed.optimizer_runs import (
 from tests.ranks import RanksOf
 
 STEPS, STOP, CLIP_NORM = 6, 3, 0.2
-BLOCK = {"method": "low_communication", "bits_per_parameter": 1.0}
+SKETCH = {"compressor": "count_sketch", "ratio": 0.25, "min_numel": 16}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "low_communication": {"bits_per_parameter": 1.0},
+    "safl": {"local_steps": 4, "local_lr": 0.05, **SKETCH},
+    "fed_avg": {"local_steps": 4},
+    "fed_lamb": {"local_steps": 4, "bits": 32},
+    "diloco": {"local_steps": 4, "fragments": 1},
+    "sparse_loco": {"local_steps": 4, "density": 0.25, "compressor": "topk", "min_numel": 16},
+}
 PARAMS = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.05}
 SCHEDULE = {
     "type": "WarmupDecayLR",
@@ -32,17 +42,30 @@ SCHEDULE = {
 }
 
 
-def configuration() -> dict[str, Any]:
-    config = settings("AdamW", PARAMS, comm_hooks=BLOCK, scheduler=SCHEDULE)
+def configuration(method: str) -> dict[str, Any]:
+    block = {"method": method, **BLOCKS[method]}
+    params = {k: v for k, v in PARAMS.items() if k in OPTIMIZERS[method].options}
+    config = settings("AdamW", params, comm_hooks=block, scheduler=SCHEDULE)
     return {**config, "gradient_clipping": CLIP_NORM}
 
 
-def bare(rates: list[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def made(method: str, named: Any) -> Any:
+    """Return the optimizer that the block asks for."""
+    entry, block = OPTIMIZERS[method], BLOCKS[method]
+    options = {**PARAMS, **block}
+    options = {k: v for k, v in options.items() if k in entry.options}
+    if entry.averages == "own":
+        return entry.make(named, **options)
+    rest = {k: v for k, v in block.items() if k not in entry.options}
+    published = entry.needs if "compressor" in rest else entry.published or {}
+    exchange = Exchange(ExchangeSettings.from_dict({**published, **rest}))
+    return entry.build(named, exchange, **options)
+
+
+def bare(method: str, rates: list[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Train without DeepSpeed, with the learning rates that its schedule had."""
     model = new_model()
-    optimizer = low_communication(
-        model.named_parameters(), lr=0.01, weight_decay=0.05, bits_per_parameter=1.0
-    )
+    optimizer = made(method, model.named_parameters())
     register(model, optimizer)
     for rate, step in zip(rates, minibatches(STEPS), strict=True):
         for group in optimizer.param_groups:
@@ -63,8 +86,8 @@ def train_and_watch(engine: Any, steps: list[Any]) -> list[float]:
     return rates
 
 
-def runs(folder: str) -> Any:
-    engine = new_engine(configuration())
+def runs(folder: str, method: str) -> Any:
+    engine = new_engine(configuration(method))
     rates = train_and_watch(engine, minibatches(STEPS))
     own = values(engine.module)
     engine.eval()
@@ -72,19 +95,20 @@ def runs(folder: str) -> Any:
     engine.train()
     assert all(map(torch.equal, values(engine.module), own))
 
-    part = new_engine(configuration())
+    part = new_engine(configuration(method))
     train(part, minibatches(STEPS)[:STOP])
     part.save_checkpoint(folder)
-    resumed = new_engine(configuration())
+    resumed = new_engine(configuration(method))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         resumed.load_checkpoint(folder)
     train(resumed, minibatches(STEPS)[STOP:])
-    return own, shared, values(resumed.module), bare(rates), engine.comm_hooks.stats()
+    return own, shared, values(resumed.module), bare(method, rates), engine.comm_hooks.stats()
 
 
-def test_the_json_asks_for_rounds(ranks_of: RanksOf, tmp_path: Path) -> None:
-    outcomes = ranks_of(2).run(runs, str(tmp_path))
+@pytest.mark.parametrize("method", BLOCKS)
+def test_the_json_asks_for_rounds(ranks_of: RanksOf, tmp_path: Path, method: str) -> None:
+    outcomes = ranks_of(2).run(runs, str(tmp_path), method)
     for own, shared, resumed, (expected, evaluated), stats in outcomes:
         for value, other, later in zip(own, expected, resumed, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
@@ -92,7 +116,7 @@ def test_the_json_asks_for_rounds(ranks_of: RanksOf, tmp_path: Path) -> None:
         for value, other in zip(shared, evaluated, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
         assert stats["steps"] == STEPS
-        assert stats["compression_ratio"] > 20
+        assert stats["compression_ratio"] > (20 if method == "low_communication" else 1.4)
     assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
     assert not all(map(torch.equal, outcomes[0][0], outcomes[1][0]))
 

@@ -48,7 +48,7 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("optimizer.params.density: missing", "FetchSGD", {"lr": 0.1}, {}),
     ("optimizer.params: must be an object", "OneBitAdam", [1], {}),
     ("optimizer.type: Marina cannot be used: .*two points", "Marina", {}, {}),
-    ('optimizer.type: DiLoCo cannot be used: .*"method": "low_communication"', "DiLoCo", {}, {}),
+    ('optimizer.type: DiLoCo cannot be used: .*"method": "diloco"', "DiLoCo", {}, {}),
     ("optimizer.type: low_communication takes the place of AdamW", "OneBitAdam", {}, ROUNDS),
     ("optimizer.params.freeze_step: unknown setting", "AdamW", {"freeze_step": 4}, ROUNDS),
     ("optimizer.params.adam_w_mode: must be true", "AdamW", {"adam_w_mode": False}, ROUNDS),
