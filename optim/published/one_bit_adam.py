@@ -57,7 +57,7 @@ class OneBitAdam(FreezingOptimizer):
             of all steps.
         total_steps: the number of steps of the run, if known, which must exceed ``freeze_step``.
 
-    State per parameter: ``exp_avg``, ``exp_avg_sq``.  The state of DeepSpeed's own OneBitAdam (0.19.6
+    State per parameter: ``exp_avg``, ``exp_avg_sq``.  The state of DeepSpeed's own (0.19.6
     and older) can be loaded: moments and steps go on.  It has the errors of rank 0 alone, which
     DeepSpeed does not load either: they start from zero, with a warning.
 
