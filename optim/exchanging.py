@@ -292,7 +292,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
             names = self.names()
             self._frozen.check_later([names[place] for place in frozen])
         if not self.averaging_ruled_out:
-            self._averaging.check(self, self._parameters(), gradients)
+            self._averaging.check(self, self._parameters())
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from torch.optim import Optimizer
 
-from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.rounds.participation import ClientSampling
 from comm_hooks.optim.rounds.round_exchange import RoundExchange
 from comm_hooks.warnings import warn_program
@@ -13,7 +12,6 @@ from comm_hooks.warnings import warn_program
 def play_round(
     round_exchange: RoundExchange,
     participation: ClientSampling,
-    averaging: AveragingCheck,
     server: Optimizer,
     conclude: Callable[..., None],
 ) -> Iterator[int]:
@@ -22,7 +20,6 @@ def play_round(
     Args:
         round_exchange: the exchange of the round's progress.
         participation: the sampling that draws the clients.
-        averaging: the check that DDP and FSDP have not averaged the gradients.
         server: the optimizer of the shared model.
         conclude: called at the end with the indices of all parameters and the clients' mean.
     """
@@ -40,7 +37,6 @@ def play_round(
                 state.clients.enter(client)
                 with participation.turn(client, round_exchange.inner, server):
                     yield client
-            averaging.compare(transport)
             if client is not None:
                 memory = state.clients.memory(client)
                 if client in state.left_out:

@@ -266,14 +266,10 @@ class LocalRounds(WrappingOptimizer):
     def _step(self) -> None:
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        transport = self.exchange.transport
         gradients = [p.grad for p in self.parameters]
-        if self.participation is None:
-            self._averaging.check(self, self.parameters, gradients)
-        else:
+        self._averaging.check(self, self.parameters)
+        if self.participation is not None:
             self.participation.check_step(is_scaled=found_inf is not None)
-            # Other ranks may have no client, or one without data: compared after the turn.
-            self._averaging.note(transport, self.parameters, gradients)
         if grad_scale is not None:
             torch._foreach_div_([g for g in gradients if g is not None], grad_scale)
         is_skipped = found_inf is not None and bool(found_inf)
@@ -366,9 +362,7 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.begin()
         self.round_state.warn_of_losses()
         with self.exchange.failing_together():
-            yield from play_round(
-                self._round, self.participation, self._averaging, self.server, self._conclude
-            )
+            yield from play_round(self._round, self.participation, self.server, self._conclude)
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Average the buffers of a module that forward passes change, such as running means."""
