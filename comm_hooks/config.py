@@ -48,13 +48,6 @@ def parse_spec(spec: object, kind: str = "specification") -> tuple[str, dict[str
     Raises:
         ValueError: for a mapping without a name under ``"type"``, for an option in the text without
             a key or a value, and for a specification that is neither text nor a mapping.
-
-    Example::
-
-        >>> parse_spec("topk:density=1/64:memory=error_feedback:memory.bits=4")
-        ('topk', {'density': 0.015625, 'memory': {'type': 'error_feedback', 'bits': 4}})
-        >>> parse_spec({"type": "quantize", "bits": 4})
-        ('quantize', {'bits': 4})
     """
     if isinstance(spec, Mapping):
         options = {str(key): value for key, value in spec.items() if key != "type"}
@@ -121,13 +114,6 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
     Raises:
         ValueError: for an unknown name or option (the message suggests the nearest known one), for
             option values out of range, and for options without a name.
-
-    Example::
-
-        >>> build("compressor", "topk:density=1/4", value_bits=1).density
-        0.25
-        >>> build("memory", {"type": "error_feedback", "bits": 4}, compressor=compressors.TopK())
-        ErrorFeedback(bits=4)
     """
     is_memory = kind == "memory"
     classes: Mapping[str, type] = MEMORIES if is_memory else COMPRESSORS

@@ -7,12 +7,6 @@ def to_device(values: Tensor, target: device) -> Tensor:
     """Return a copy of a CPU tensor on a device, without waiting for the device's earlier work.
 
     The tensor is pinned first: a copy from pageable memory may wait for that work.
-
-    Example::
-
-        >>> import torch
-        >>> to_device(torch.ones(2), torch.device("cpu"))
-        tensor([1., 1.])
     """
     if values.device.type != "cpu" or target.type in ("cpu", "meta"):
         return values.to(target)

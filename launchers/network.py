@@ -39,11 +39,6 @@ def parse_endpoint(text: str) -> Endpoint:
 
     Raises:
         ValueError: for other text.
-
-    Example::
-
-        >>> parse_endpoint("node0"), parse_endpoint("[fd00::2]:29400")
-        (Endpoint(host='node0', port=29500), Endpoint(host='fd00::2', port=29400))
     """
     if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", text):
         return Endpoint(text)
@@ -155,11 +150,6 @@ def find_route(host: str, interface: str | None = None) -> Route:
         ValueError: if the name does not resolve, there is no route or no such interface, or the
             name resolves to 127.0.0.1 (as Debian's /etc/hosts has it for the machine's own name),
             which other nodes cannot reach.
-
-    Example::
-
-        >>> find_route("127.0.0.1")
-        Route(interface='lo', address='127.0.0.1', head='127.0.0.1', is_head=True)
     """
     head = _resolve(host)
     own = _addresses()

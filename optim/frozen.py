@@ -24,14 +24,6 @@ def without_frozen(params: Any) -> tuple[Any, list[torch.Tensor]]:
 
     Raises:
         ValueError: if all parameters are frozen.
-
-    Example::
-
-        >>> from comm_hooks.optim.frozen import without_frozen
-        >>> frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-        >>> kept, left_out = without_frozen([*model.parameters(), frozen])
-        >>> len(kept), left_out == [frozen]
-        (2, True)
     """
     if isinstance(params, torch.Tensor):
         return params, []  # which torch refuses in words of its own

@@ -24,13 +24,6 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
         values: ``betas``, decay rates in [0, 1), since an average that decays by 1 never starts;
             names that end in ``momentum``, in [0, 1) too; ``bias_correction``, ``maximize`` and
             ``nesterov``, true or false; and numbers that are finite and at least 0.
-
-    Example::
-
-        >>> check_hyperparameters(optimizer := object(), betas=(0.9, 0.999), lr=1e-3, eps=0.0)
-        >>> check_hyperparameters(optimizer, lr=-1.0)
-        Traceback (most recent call last):
-        ValueError: object: lr must lie in [0, inf), got -1.0
     """
     for key, value in values.items():
         if key == "betas":
@@ -62,13 +55,6 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
         owner: the optimizer, or its name, for messages.
         group: the parameter group.
         known: the names of the optimizer's settings.
-
-    Example::
-
-        >>> check_own_settings("LaProp", {"params": [], "lr": 0.1, "momentum": 0.0}, ["lr"])
-        >>> check_own_settings("LaProp", {"params": [], "maximize": True}, ["lr"])
-        Traceback (most recent call last):
-        ValueError: LaProp: a group has maximize=True, which LaProp does not have: leave it out
     """
     name = owner if isinstance(owner, str) else type(owner).__name__
     for key in _OF_OTHERS:
@@ -86,13 +72,6 @@ def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) 
         owner: the optimizer, or its name, for messages.
         freeze_step: the last step with exact gradients, at least 1.
         total_steps: the number of steps of the run; None if unknown.
-
-    Example::
-
-        >>> check_freeze_step(optimizer := object(), 20, 100)
-        >>> check_freeze_step(optimizer, 1000, 100)
-        Traceback (most recent call last):
-        ValueError: object: freeze_step 1000 leaves none of total_steps 100 to compress: take 20 %
     """
     require_positive(owner, "freeze_step", freeze_step)
     if total_steps is None:
@@ -111,12 +90,6 @@ def check_gradient(owner: object, gradient: torch.Tensor) -> None:
     Args:
         owner: the optimizer, or its name, for messages.
         gradient: the gradient of one parameter.
-
-    Example::
-
-        >>> check_gradient(object(), torch.zeros(2).to_sparse())
-        Traceback (most recent call last):
-        ValueError: object does not support sparse gradients: use sparse=False in embeddings
     """
     name = type(owner).__name__
     if gradient.layout is not torch.strided:

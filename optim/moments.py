@@ -79,11 +79,6 @@ def shortened(beta1: float, horizon: float) -> float:
     """Return the decay rate of a momentum with a share of the horizon of ``beta1``, at least 0.
 
     For optimizers with error feedback: residuals act as a momentum as well.
-
-    Example::
-
-        >>> round(shortened(0.9, 0.5), 3), shortened(0.3, 0.5), shortened(0.9, 1.0)
-        (0.8, 0.0, 0.9)
     """
     return beta1 if horizon == 1 else max(0.0, 1 - (1 - beta1) / horizon)
 

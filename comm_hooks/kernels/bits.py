@@ -11,11 +11,6 @@ def pack_bits(bits: Tensor) -> Tensor:
     """Pack booleans (..., m), or zeros and ones, into bytes (..., ceil(m / 8)), uint8.
 
     The last byte is zero-padded.
-
-    Example::
-
-        >>> pack_bits(torch.tensor([True, False, True]))
-        tensor([5], dtype=torch.uint8)
     """
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little"))
@@ -44,11 +39,6 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
     Args:
         codes: any integer dtype.
         width: 0 to 16 bits; 0 stores no bytes.
-
-    Example::
-
-        >>> pack_codes(torch.tensor([1, 2, 3]), 4)
-        tensor([33,  3], dtype=torch.uint8)
     """
     if width == 0:
         return torch.empty(*codes.shape[:-1], 0, dtype=torch.uint8, device=codes.device)

@@ -40,14 +40,7 @@ def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
 
 @operator(triton=always)
 def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
-    """Return the Count-Sketches (n, width), float32, of rows (n, numel), float32.
-
-    Example::
-
-        >>> rows = torch.ones(1, 6)
-        >>> sketch(rows, 2, [3]).shape
-        torch.Size([1, 2])
-    """
+    """Return the Count-Sketches (n, width), float32, of rows (n, numel), float32."""
     places, signs = _hash(rows.shape[1], width, keys, rows.device)
     return torch.zeros(len(rows), width, device=rows.device, dtype=torch.float32).scatter_add_(
         1, places, rows * signs

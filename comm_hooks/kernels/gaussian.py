@@ -28,13 +28,6 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
 
     Raises:
         RuntimeError: if the GPU draws other numbers than the reference.
-
-    Example::
-
-        >>> values = torch.zeros(4)
-        >>> add_gaussian_(values, 1.0, key=1 << 127, counter=1 << 128)
-        >>> len(values.unique())
-        4
     """
     if not (available(values[None]) and values.is_contiguous()):
         reference_add_gaussian_(values, std, key, counter)

@@ -18,11 +18,6 @@ def hadamard(rows: Tensor) -> Tensor:
 
     Returns:
         A new contiguous tensor of the same shape.
-
-    Example::
-
-        >>> hadamard(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
-        tensor([[1., 0., 0., 1.]])
     """
     # Sums and differences, k times.
     numel = rows.shape[1]

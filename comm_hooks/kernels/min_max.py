@@ -27,11 +27,6 @@ def encode_min_max(
     Returns:
         ``(low, unit, octets)``: float32 (n, ceil(numel / size)) twice, and the packed codes, uint8
         (n, ceil(numel * bits / 8)).
-
-    Example::
-
-        >>> encode_min_max(torch.tensor([[0.0, 3.0, 7.0, 15.0]]), 4, 4)
-        (tensor([[0.]]), tensor([[1.]]), tensor([[ 48, 247]], dtype=torch.uint8))
     """
     numel = rows.shape[1]
     # Padding repeats the last element, which changes no extreme.

@@ -61,18 +61,6 @@ def operator(
 
     Args:
         triton: returns whether the Triton kernel accepts these arguments; None: there is no kernel.
-
-    Example::
-
-        >>> import torch
-        >>> @operator()
-        ... def doubled(rows: Tensor) -> Tensor:
-        ...     return 2 * rows
-        >>> @doubled.fast()
-        ... def _(rows: Tensor) -> Tensor:
-        ...     return rows + rows
-        >>> doubled(torch.ones(1, 2)), doubled.reference(torch.ones(1, 2))
-        (tensor([[2., 2.]]), tensor([[2., 2.]]))
     """
     return lambda reference: Operator(reference, triton)
 

@@ -19,12 +19,6 @@ class Blocks:
 
     Equal blocks need no special case for a tail: a row is padded with at most ``count - 1`` zeros,
     and the size of a payload is a function of ``numel`` alone.
-
-    Example::
-
-        >>> blocks = Blocks(numel=10, largest=4)
-        >>> blocks.count, blocks.size, blocks.starts(torch.device("cpu"))
-        (3, 4, tensor([0, 4, 8]))
     """
 
     numel: int
@@ -56,11 +50,6 @@ class Pieces:
 
     A piece begins at a multiple of 8 blocks of a row, where codes of any number of bits begin at a
     whole byte.
-
-    Example::
-
-        >>> [(columns.stop, blocks.stop) for _, columns, blocks in Pieces(1, 20, 8)]
-        [(20, 3)]
     """
 
     def __init__(self, n: int, numel: int, size: int) -> None:
@@ -108,12 +97,6 @@ def in_blocks(
         size: the number of elements of a block.
         matrices: (n, numel) each; viewed as (n, blocks, size).
         values: matrices of one value for each block, (n, count); viewed as (n, blocks, 1).
-
-    Example::
-
-        >>> parts = in_blocks(8, [torch.ones(3, 20)], [torch.ones(3, 3)])
-        >>> [tuple(block.shape) for block, value in parts]
-        [(3, 2, 8), (3, 1, 4)]
     """
     n, numel = matrices[0].shape
     full, rest = divmod(numel, size)

@@ -17,14 +17,6 @@ class Residual:
     Attributes:
         vectors: (n, numel), float32 or bfloat16.
         factor: the factor of the vectors: one number, or float32 (n, 1).
-
-    Example::
-
-        >>> rows = torch.zeros(2, 3)
-        >>> Residual(torch.ones(2, 3), torch.tensor([[2.0], [0.0]])).add_to(rows)
-        >>> rows
-        tensor([[2., 2., 2.],
-                [0., 0., 0.]])
     """
 
     vectors: Tensor

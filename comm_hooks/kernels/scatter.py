@@ -19,15 +19,6 @@ def scatter_sum(
         values: the elements at these places, float32, in the same shape.
         size: the number of elements per block.
         alpha, add: a factor of the values, and whether to add them to ``out``.
-
-    Example::
-
-        >>> import torch
-        >>> out = torch.empty(1, 4)
-        >>> places = torch.tensor([[[[0, 3]]], [[[0, 1]]]])
-        >>> scatter_sum(out, places, torch.ones(2, 1, 1, 2), 4, alpha=0.5, add=False)
-        >>> out
-        tensor([[1.0000, 0.5000, 0.0000, 0.5000]])
     """
     if not add:
         out.zero_()

@@ -40,11 +40,6 @@ def encode_signs(
         ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)) with
         a bit of 1 where ``x >= 0``, also for negative zeros.  The bits behind the last element of a
         row are 0.
-
-    Example::
-
-        >>> encode_signs(torch.tensor([[1.0, -3.0, 0.0]]), 2)
-        (tensor([[2., 0.]]), tensor([[5]], dtype=torch.uint8))
     """
     if residual:
         residual.add_to(rows)
@@ -70,14 +65,6 @@ def decode_signs(
             follow.
         size: the number of elements of a block.
         alpha, add: a factor of the values, and whether to add them to ``out``.
-
-    Example::
-
-        >>> out = torch.empty(1, 3)
-        >>> scales, octets = torch.tensor([[[2.0, 1.0]]]), torch.tensor([[[5]]], dtype=torch.uint8)
-        >>> decode_signs(out, scales, octets, 2, alpha=0.5, add=False)
-        >>> out
-        tensor([[ 1.0000, -1.0000,  0.5000]])
     """
     numel = out.shape[1]
     for rank, rank_octets in enumerate(octets):
@@ -93,11 +80,6 @@ def mean_magnitudes(rows: Tensor, size: int, *, power: int) -> Tensor:
         rows: (n, numel), float32.
         size: the number of elements of a block; the last block of a row may be shorter.
         power: 1 for the mean magnitude, 2 for the root mean square.
-
-    Example::
-
-        >>> mean_magnitudes(torch.tensor([[1.0, -7.0, 0.0]]), 2, power=2)
-        tensor([[5., 0.]])
     """
     blocks = cut(rows, size)
     norms = torch.linalg.vector_norm(blocks, power, dim=2)

@@ -38,11 +38,6 @@ def block_top_k(
         ``(places, values)``: the places in the block, int64 and ascending, and the elements there,
         both (n, ceil(numel / size), count).  Of equal magnitudes the first are taken.  NaN counts
         as larger than infinity.
-
-    Example::
-
-        >>> block_top_k(torch.tensor([[0.0, -3.0, 1.0, 2.0]]), 4, 2)
-        (tensor([[[1, 3]]]), tensor([[[-3.,  2.]]]))
     """
     if residual:
         residual.add_to(rows)

@@ -18,15 +18,7 @@ INDEX_CODES: tuple[IndexCode, ...] = ("elias_fano", "rice")
 
 
 def places_code(name: IndexCode, universe: int, count: int) -> PlacesCode:
-    """Return the named code for ``count`` of ``universe`` places, or a smaller one if any.
-
-    Example::
-
-        >>> places_code("rice", 4096, 64)
-        Rice(universe=4096, count=64)
-        >>> places_code("rice", 8, 8)
-        Bitmap(universe=8, count=8)
-    """
+    """Return the named code for ``count`` of ``universe`` places, or a smaller one if any."""
     codes: list[PlacesCode] = [Bitmap(universe, count)]
     if count:
         codes.append(EliasFano(universe, count))

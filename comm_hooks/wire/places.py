@@ -91,13 +91,7 @@ class PlacesCode(ABC):
 
 
 class Bitmap(PlacesCode):
-    """A bitmap of ``universe`` bits for each set; no bits if no place is kept, or every place.
-
-    Example::
-
-        >>> Bitmap(universe=16, count=9).nbytes(sets=2), Bitmap(universe=16, count=16).nbytes(2)
-        (4, 0)
-    """
+    """A bitmap of ``universe`` bits for each set; no bits if no place is kept, or every place."""
 
     low_bits = 0
 
@@ -136,14 +130,7 @@ class Bitmap(PlacesCode):
 
 
 class EliasFano(Bitmap):
-    """The Elias-Fano code for ``count`` ascending distinct integers in ``range(universe)``.
-
-    Example::
-
-        >>> code = EliasFano(universe=4096, count=64)
-        >>> code.nbytes(sets=1)
-        64
-    """
+    """The Elias-Fano code for ``count`` ascending distinct integers in ``range(universe)``."""
 
     @property
     def low_bits(self) -> int:  # type: ignore[override]  # zero for a plain bitmap

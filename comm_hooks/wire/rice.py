@@ -27,14 +27,7 @@ _DEVIATIONS = 4
 
 
 class Rice(PlacesCode):
-    """The Rice code for ``count`` ascending distinct integers in ``range(universe)``.
-
-    Example::
-
-        >>> code = Rice(universe=4096, count=64)
-        >>> round(8 * code.nbytes(sets=1000) / 64000, 2)  # bits for each index
-        7.53
-    """
+    """The Rice code for ``count`` ascending distinct integers in ``range(universe)``."""
 
     @property
     def low_bits(self) -> int:

@@ -13,11 +13,6 @@ def join(*sections: Tensor) -> Tensor:
     """Join sections (n, ...), each padded with zeros to 4 bytes, into payloads (n, nbytes), uint8.
 
     A single section that needs no padding is not copied.
-
-    Example::
-
-        >>> join(torch.ones(1, 1, dtype=torch.uint8), torch.ones(1, 1))
-        tensor([[  1,   0,   0,   0,   0,   0, 128,  63]], dtype=torch.uint8)
     """
     parts = []
     for section in sections:

@@ -54,13 +54,6 @@ class ValueCode:
     With 4 bits the nearest level is no further from a than min(a), which is one of the levels.
 
     Shapes: values (n, sets, count) float32 <-> bytes (n, ``nbytes(sets, count)``).
-
-    Example::
-
-        >>> code, values = ValueCode(bits=2), torch.tensor([[[1.0, -1.0, 4.0, -4.0]]])
-        >>> octets, sent = code.encode(values)
-        >>> torch.equal(code.decode(octets, sets=1, count=4), sent)
-        True
     """
 
     bits: int

@@ -192,13 +192,6 @@ def predict(
         network: the network between the ranks.
         forward_backward: the seconds of forward and backward pass.
         optimizer: the seconds of a step of the user's optimizer.
-
-    Example::
-
-        >>> network = Network(2, Link(bandwidth=12.5e6, latency=1e-4))
-        >>> plan = Plan(hook_rounds=(Round((all_reduce(20_000_000, ranks=2),)),))
-        >>> round(predict(plan, network, forward_backward=0.3), 2)
-        2.02
     """
     backward = BACKWARD_SHARE * forward_backward
     device = forward_backward - backward
@@ -215,13 +208,7 @@ def predict(
 
 
 def matrix_shapes(numel: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parameter shapes of a model of equal square matrices with ``numel`` elements.
-
-    Example::
-
-        >>> matrix_shapes(64 * 1024 + 3)[-2:]
-        ((32, 32), (3,))
-    """
+    """Return the parameter shapes of a model of equal square matrices with ``numel`` elements."""
     side = _LEAST_SIDE
     while (2 * side) ** 2 * _LEAST_MATRICES <= numel:
         side *= 2
@@ -246,11 +233,6 @@ def ready_shares(sizes: Sequence[int], first_cap: int, cap: int) -> list[tuple[r
 
     Returns:
         For each bucket the range of its parameters in *reversed* order, and its share.
-
-    Example::
-
-        >>> ready_shares([6, 2, 2], first_cap=1, cap=5)
-        [(range(0, 1), 0.2), (range(1, 3), 1.0)]
     """
     buckets: list[tuple[range, float]] = []
     total, filled, seen, start = sum(sizes), 0, 0, 0

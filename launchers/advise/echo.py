@@ -24,14 +24,6 @@ class Echo(Transport):
     Args:
         world_size: N, the number of ranks.
         device: the device of the payloads.
-
-    Example::
-
-        >>> from comm_hooks import Exchange, Sign
-        >>> echo = Echo(2, torch.device("cpu"))
-        >>> Exchange(Sign(), transport=echo).average_({"w": torch.ones(64, 64)})
-        >>> [collective.kind for collective in echo.stop().collectives]
-        ['all_gather']
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:

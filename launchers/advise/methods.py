@@ -128,13 +128,6 @@ def parse_method(spec: str) -> Method:
 
     Raises:
         ValueError: if it is not written as ``name:option=value+name:option=value``.
-
-    Example::
-
-        >>> parse_method("topk:density=1/64").options
-        {'density': 0.015625}
-        >>> parse_method("sign+LocalVarianceAdam").optimizer
-        'local_variance_adam'
     """
     # A "+" before a name joins two parts; a "+" inside a number (1e+3) does not.
     first, *others = re.split(r"\+(?=[A-Za-z_])", spec)
@@ -159,12 +152,6 @@ class Planner:
         ranks: the number of ranks.
         device: the device on which the arithmetic is measured.
         element_bytes: the bytes of an element of a gradient.
-
-    Example::
-
-        >>> planner = Planner([(1024, 1024)], 2, torch.device("cpu"))
-        >>> planner.plan(parse_method("all_reduce")).traffic
-        4194304.0
     """
 
     def __init__(

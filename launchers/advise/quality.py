@@ -89,13 +89,6 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
         method: the method, with the options of the measurement, except for the budget.
         ranks: the number of ranks of the training.
         cells: the measurements, by default :func:`measured`.
-
-    Example::
-
-        >>> print(kept_by(parse_method("all_reduce"), ranks=4))
-        100 %
-        >>> kept_by(parse_method("low_communication"), ranks=1000) is None
-        True
     """
     if method.spec == "all_reduce":
         return ALL

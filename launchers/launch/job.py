@@ -82,11 +82,6 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
     Raises:
         ValueError: for other text.
-
-    Example::
-
-        >>> parse_nodes("4"), parse_nodes("2:4")
-        ((4, 4), (2, 4))
     """
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not found:
@@ -100,11 +95,6 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
 
     Raises:
         ValueError: for other text.
-
-    Example::
-
-        >>> parse_variables(["OMP_NUM_THREADS=4", "NOTE=a b"])
-        {'OMP_NUM_THREADS': '4', 'NOTE': 'a b'}
     """
     variables = {}
     for assignment in assignments:

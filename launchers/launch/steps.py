@@ -48,13 +48,7 @@ class Command:
 
 
 def options(values: Mapping[str, object]) -> list[str]:
-    """Return command-line words for options, without options that are None, False or 0.
-
-    Example::
-
-        >>> options({"--nproc": 4, "--head": None, "--preflight": True})
-        ['--nproc', '4', '--preflight']
-    """
+    """Return command-line words for options, without options that are None, False or 0."""
     words = []
     for name, value in values.items():
         if value:

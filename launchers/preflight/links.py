@@ -149,13 +149,7 @@ def _measure_bandwidth(channel: Connection, round_trip: float) -> float:
 
 
 def make_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours on a ring, in rounds; in a round no node is in two pairs.
-
-    Example::
-
-        >>> make_rounds(5)
-        [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(0, 4)]]
-    """
+    """Return the pairs of neighbours on a ring, in rounds; in a round no node is in two pairs."""
     if nodes < 3:
         return [[(0, 1)]] if nodes == 2 else []
     ring = [*itertools.pairwise(range(nodes)), (0, nodes - 1)]

@@ -108,15 +108,7 @@ def median_rate(links: Sequence[Link]) -> float:
 
 
 def describe_difference(names: Sequence[str], values: Sequence[str]) -> str | None:
-    """Return the values and their nodes in words, or None if all values are the same.
-
-    Example::
-
-        >>> describe_difference(["node 0", "node 1"], ["2.6", "2.13"])
-        '2.6 on node 0; 2.13 on node 1'
-        >>> describe_difference([f"node {i}" for i in range(8)], ["a"] * 7 + ["b"])
-        'b on node 7; a on the other 7'
-    """
+    """Return the values and their nodes in words, or None if all values are the same."""
     groups: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         groups.setdefault(value, []).append(name)

@@ -24,13 +24,7 @@ _LARGEST_ROW = 1 << 30
 
 
 def available(tensor: Tensor) -> bool:
-    """Return whether the kernels work on ``tensor``: float32, on a GPU, with Triton installed.
-
-    Example::
-
-        >>> available(torch.ones(1, 8))  # on the CPU
-        False
-    """
+    """Return whether the kernels work on ``tensor``: float32, on a GPU, with Triton installed."""
     return (
         tensor.is_cuda
         and tensor.dtype == torch.float32
