@@ -78,13 +78,6 @@ def derive_key(seed: int, step: int, name: str) -> int:
         seed: the user's seed, equal on all ranks.
         step: the number of the round, from 0.
         name: the parameter's fully qualified name.
-
-    Example::
-
-        >>> derive_key(0, 7, "layers.0.weight") == derive_key(0, 7, "layers.0.weight")
-        True
-        >>> derive_key(0, 7, "layers.0.weight") == derive_key(0, 8, "layers.0.weight")
-        False
     """
     return mix64(_round_key(seed, step) ^ _name_hash(name))
 

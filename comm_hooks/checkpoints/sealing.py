@@ -14,17 +14,6 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         state: plain values, tensors, and mappings and sequences of these.
-
-    Example::
-
-        >>> from comm_hooks.checkpoints.sealing import require_seal, sealed
-        >>> state = sealed({"step": 3, "memory": {"weight": torch.ones(4)}})
-        >>> require_seal(state)
-        >>> state["memory"]["weight"][0] = 2
-        >>> require_seal(state)
-        Traceback (most recent call last):
-        ...
-        ValueError: the state is damaged, its content does not match its digest: ...
     """
     content = {key: value for key, value in state.items() if key != SEAL}
     return {**content, SEAL: _digest(content)}

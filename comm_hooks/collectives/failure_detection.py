@@ -222,13 +222,7 @@ class FailureDetector:
 
 
 def different_requests(requests: Mapping[int, str]) -> str:
-    """Return in words which ranks wait for which collective; empty if all wait for the same.
-
-    Example::
-
-        >>> different_requests({0: "an all-reduce", 1: "an all-gather", 2: "an all-reduce"})
-        'ranks waited for different things: ranks 0, 2 for an all-reduce, rank 1 for an all-gather'
-    """
+    """Return in words which ranks wait for which collective; empty if all wait for the same."""
     of_request: dict[str, list[int]] = {}
     for rank, request in requests.items():
         of_request.setdefault(request, []).append(rank)

@@ -14,15 +14,6 @@ class Subgroup(Transport):
     Args:
         transport: the transport of all ranks.
         group: the subgroup.
-
-    Example::
-
-        >>> from comm_hooks.collectives import Simulated
-        >>> from comm_hooks.collectives.requests import Group
-        >>> rank_5 = Simulated(8)[5]  # of two nodes with ranks 0 to 3 and 4 to 7
-        >>> across = Subgroup(rank_5, Group("across", ranks_per_node=4))
-        >>> across.rank, across.world_size
-        (1, 2)
     """
 
     def __init__(self, transport: Transport, group: Group) -> None:

@@ -116,11 +116,6 @@ def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the plain values in an optimizer's parameter groups, by names for error messages.
 
     Tensors on accelerators are left out: reading them would block.
-
-    Example::
-
-        >>> hyperparameters_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}])
-        {'lr': 0.1, 'betas': (0.9, 0.99)}
     """
     found = {}
     for index, group in enumerate(groups):
@@ -180,13 +175,7 @@ def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) 
 
 
 def differences(values: Sequence[str], ranks: Sequence[int]) -> str:
-    """Return in words which ranks have which value.
-
-    Example::
-
-        >>> differences(["4", "8", "4"], ranks=[0, 2, 4])
-        'is 4 on ranks 0, 4, 8 on rank 2'
-    """
+    """Return in words which ranks have which value."""
     ranks_by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         ranks_by_value.setdefault(value, []).append(rank)

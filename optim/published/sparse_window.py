@@ -35,15 +35,6 @@ class SparseWindow:
         block_size: the largest block of a shard.
         capacity: the largest number of nonzero elements in a block.
         value_bits: the bits of a stored value: 4, 16 or 32.
-
-    Example::
-
-        >>> SparseWindow.weights(0.5, steps=3, rows=2, bias_correction="window")
-        [0.6666666666666666, 0.3333333333333333]
-        >>> window = SparseWindow.of(TopK(density=0.5, value_bits=32), numel=4, ranks=1)
-        >>> row = window.encode(torch.tensor([[0.0, 3.0, 0.0, -1.0]]))
-        >>> window.moments(torch.stack([row, row], dim=1), [0.25, 0.5], [1.0, 0.0])
-        (tensor([[ 0.0000,  2.2500,  0.0000, -0.7500]]), tensor([[0., 9., 0., 1.]]))
     """
 
     numel: int

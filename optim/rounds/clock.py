@@ -19,14 +19,6 @@ class FragmentClock:
         steps: the number of local steps so far.
         fragments: the indices of the parameters of each fragment.
         exchanged_at: for each fragment, the number of local steps at its last exchange.
-
-    Example::
-
-        >>> clock = FragmentClock([8, 2, 5], fragments=2, local_steps=4)
-        >>> clock.places([0]), clock.places([1])
-        ([0], [1, 2])
-        >>> [clock.tick() for _ in range(5)]
-        [[], [1], [], [0], []]
     """
 
     def __init__(self, sizes: Sequence[int], fragments: int, local_steps: int | None) -> None:

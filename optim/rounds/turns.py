@@ -28,17 +28,6 @@ def own_gradients(inner: Optimizer, complain: Callable[[], None]) -> Iterator[No
         inner: the optimizer of the steps.
         complain: called at the end if there are gradients that no step used, as after an
             incomplete gradient accumulation.
-
-    Example::
-
-        >>> import torch
-        >>> from comm_hooks.optim.rounds.turns import own_gradients
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with own_gradients(sgd, lambda: print("no step has used them")):
-        ...     model(torch.ones(1, 8)).sum().backward()
-        no step has used them
-        >>> all(p.grad is None for p in model.parameters())
-        True
     """
     inner.zero_grad()
     try:

@@ -63,12 +63,6 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
     Raises:
         ValueError: if there are several DDP models, and if ``model`` is no module.
-
-    Example::
-
-        >>> from comm_hooks.frameworks.ddp.model import find_ddp
-        >>> find_ddp(torch.compile(ddp_model)) is ddp_model
-        True
     """
     trainer = getattr(model, "_trainer", None)
     if trainer is not None and isinstance(model, nn.Module):

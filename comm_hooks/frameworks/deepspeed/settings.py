@@ -63,13 +63,6 @@ class EngineSettings:
 
         Not supported: ZeRO, tensor, sequence and expert parallelism, and pipelines of several
         stages for optimizers that own their exchange, except OneBitAdam at ZeRO stages 1 and 2.
-
-        Example::
-
-            >>> config = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}
-            >>> make = EngineSettings.read(config).make_optimizer
-            >>> make(named_groups(model.parameters(), model)).freeze_step
-            100
         """
         block = find_block(config)
         if optimizer is not None:

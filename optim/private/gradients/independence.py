@@ -73,17 +73,6 @@ class IndependenceProbe:
     samples reaches, or below the tolerance; in a random model, dependence in training only on
     absent samples; state outside of buffers.  Extreme samples for which the loss function raises
     are left out.
-
-    Example::
-
-        >>> import torch
-        >>> from comm_hooks.optim.private.gradients.independence import IndependenceProbe
-        >>> def loss_function(model, batch):
-        ...     outputs = model(batch)
-        ...     return (outputs - outputs.mean(0)).square().sum(1)
-        >>> IndependenceProbe(model, loss_function).look(torch.randn(4, 8))
-        Traceback (most recent call last):
-        comm_hooks.optim.private.errors.PrivacyError: the loss of a sample depends on other ...
     """
 
     def __init__(self, model: nn.Module, loss_function: LossFunction) -> None:

@@ -57,17 +57,6 @@ class OpacusGradients(BatchClipper):
         PrivacyError: in :meth:`backward` for samples that depend on each other, for layers that get
             samples in another order, and for a forward pass that writes to the model.
         NotImplementedError: by Opacus, for layers that Opacus does not support.
-
-    Example::
-
-        >>> import torch
-        >>> from comm_hooks.optim.private.gradients.opacus import OpacusGradients
-        >>> def loss_function(model, batch):
-        ...     return model(batch).square().sum(1)
-        >>> gradients = OpacusGradients(model, loss_function, max_grad_norm=1.0)
-        >>> loss = gradients.backward(torch.randn(16, 8))
-        >>> gradients.take().samples
-        16
     """
 
     def __init__(
