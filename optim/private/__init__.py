@@ -26,7 +26,6 @@ from comm_hooks.optim.private.optimizers.dp2 import DP2
 from comm_hooks.optim.private.optimizers.dp_adam import DPAdam, DPAdamBC, suggested_gamma
 from comm_hooks.optim.private.optimizers.dp_micro_adam import DPMicroAdam
 from comm_hooks.optim.private.optimizers.dp_sgd import DPSGD, DPRMSProp
-from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private.optimizers.public_knowledge import (
     PublicGradients,
     mean_tf_idf,
@@ -43,16 +42,13 @@ __all__ = [
     "DP2",
     "DPAdam",
     "DPAdamBC",
-    "DPAdamPub",
     "DPMicroAdam",
     "DPOptimizer",
     "DPRMSProp",
-    "DPRPub",
     "DPSGD",
     "GaussianMechanism",
     "Ledger",
     "NoisedOptimizer",
-    "PDADPMD",
     "PerSampleGradients",
     "PoissonLoader",
     "PoissonSampler",

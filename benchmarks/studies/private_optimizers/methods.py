@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 from benchmarks.lab.outcomes import Advance, Method
 from benchmarks.lab.runs import Point, Tuned
 from benchmarks.lab.training import batch_generator, judge, new_model
+from benchmarks.studies.private_optimizers.baselines import PDADPMD, DPAdamPub, DPRPub
 from benchmarks.studies.private_optimizers.data import Given, PartlyPublic
 from benchmarks.studies.private_training import (
     PrivatePlan,
@@ -28,7 +29,6 @@ from comm_hooks.optim.private import (
 )
 from comm_hooks.optim.private.optimizers.ada_dps import AdaS
 from comm_hooks.optim.private.optimizers.dp_sgd import DPRMSProp
-from comm_hooks.optim.private.optimizers.public_baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private.optimizers.public_knowledge import (
     mean_tf_idf,
     tf_idf,

@@ -109,7 +109,7 @@ class AdaS(AdaDPS):
     (Algorithm 3), where clients' parameter changes are clipped and noised instead of gradients.
 
     Not for private training: under a :class:`~comm_hooks.optim.private.PrivacyEngine` it would
-    precondition noised gradients, as :class:`~comm_hooks.optim.private.DPRPub` does.
+    precondition noised gradients.
 
     Source: Li et al., ICML 2022, Figures 1 and 3, Table 9.
 

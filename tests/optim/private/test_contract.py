@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.studies.private_optimizers.baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private import (
     DP2,
     DPSGD,
-    PDADPMD,
     AdaDPS,
     AdaS,
     DPAdam,
     DPAdamBC,
-    DPAdamPub,
     DPMicroAdam,
     DPRMSProp,
-    DPRPub,
     NoisedOptimizer,
     ScaleThenPrivatize,
 )

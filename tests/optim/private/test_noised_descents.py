@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.studies.private_optimizers.baselines import PDADPMD, DPAdamPub, DPRPub
 from comm_hooks.optim.private import (
     DP2,
-    PDADPMD,
-    DPAdamPub,
     DPRMSProp,
-    DPRPub,
     ScaleThenPrivatize,
 )
 from tests.optim.private.releases import (

@@ -38,12 +38,6 @@ class DPRPub(PublicDescent):
         eps: added to sqrt(v); positive.
 
     State per parameter: that of AdaDPS.
-
-    Example::
-
-        >>> from comm_hooks.optim.private import DPRPub, PublicGradients
-        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
-        >>> optimizer = DPRPub(model.named_parameters(), 0.01, public)
     """
 
     def __init__(
@@ -88,12 +82,6 @@ class DPAdamPub(PublicDescent):
         eps: added to the denominator; positive.
 
     State per parameter: ``step``, ``exp_avg`` (m), ``public_exp_avg_sq`` (v).
-
-    Example::
-
-        >>> from comm_hooks.optim.private import DPAdamPub, PublicGradients
-        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
-        >>> optimizer = DPAdamPub(model.named_parameters(), 0.001, public)
     """
 
     _beta_count = 3
@@ -147,12 +135,6 @@ class PDADPMD(Descent):
         total_steps: the number of steps of the run, at least 1.
 
     State per parameter: ``step`` (t), ``momentum_buffer`` (b) with momentum.
-
-    Example::
-
-        >>> from comm_hooks.optim.private import PDADPMD, PublicGradients
-        >>> public = PublicGradients(model, lambda m, x: m(x).mean(), [torch.ones(4, 8)])
-        >>> optimizer = PDADPMD(model.named_parameters(), 0.1, public, total_steps=500)
     """
 
     def __init__(
