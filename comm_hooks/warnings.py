@@ -48,8 +48,6 @@ def misleads(compressor: Compressor, optimizer: Optimizer) -> str | None:
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     if not any(name in kind for kind in kinds for name in _ADAPTIVE):
         return None
-    if any("freeze_step" in group for group in optimizer.param_groups):
-        return None  # the second moment is constant before compression begins
     if _is_sparse(compressor):
         return "each element arrives in rare pulses, which its second moment takes for noise"
     if isinstance(compressor, Sign):

@@ -11,12 +11,10 @@ from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
 from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.published.compressed_adam import CompressedAdam
 from comm_hooks.optim.published.demo import DeMo
 from comm_hooks.optim.published.dgc import DGC
 from comm_hooks.optim.published.ef21 import EF21, CDAdam
 from comm_hooks.optim.published.fetch_sgd import FetchSGD
-from comm_hooks.optim.published.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.published.marina import Marina
 from comm_hooks.optim.published.micro_adam import MicroAdam
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
@@ -39,7 +37,6 @@ __all__ = [
     "Adam",
     "CDAdam",
     "CocktailSGD",
-    "CompressedAdam",
     "DGC",
     "DeMo",
     "DiLoCo",
@@ -48,7 +45,6 @@ __all__ = [
     "FedAvg",
     "FedLAMB",
     "FetchSGD",
-    "FrozenVarianceAdam",
     "LaProp",
     "LocalRounds",
     "LocalVarianceAdam",

@@ -23,7 +23,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
     exchange.  With error feedback the messages add up to the gradients: a coordinate
     that is sent once in 64 steps brings the sum of its 64 gradients.  But m / sqrt(v) is not
     linear.  Both grow with the pulse, which moves the parameter by some 6 learning rates where 64
-    small gradients would have moved it by 64.  Freezing v (1-bit Adam, ``CompressedAdam``) makes
+    small gradients would have moved it by 64.  Freezing v (1-bit Adam) makes
     the step linear, at the price of a warm-up and of a v that gets outdated.  Here the division
     comes *before* the exchange, where gradients are dense.  Per step, on rank i:
 

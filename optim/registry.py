@@ -22,12 +22,10 @@ from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.moments import shortened
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.published.compressed_adam import CompressedAdam
 from comm_hooks.optim.published.demo import DeMo
 from comm_hooks.optim.published.dgc import DGC
 from comm_hooks.optim.published.ef21 import EF21, CDAdam
 from comm_hooks.optim.published.fetch_sgd import FetchSGD
-from comm_hooks.optim.published.frozen_variance_adam import FrozenVarianceAdam
 from comm_hooks.optim.published.marina import Marina
 from comm_hooks.optim.published.micro_adam import MicroAdam
 from comm_hooks.optim.published.one_bit_adam import OneBitAdam
@@ -231,7 +229,6 @@ _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] 
     "amsgrad": (AMSGrad, Defaults.of_adamw),
     "laprop": (LaProp, Defaults.of_adamw),
     "muon_adamw": (MuonAdamW, Defaults.of_adamw),
-    "frozen_variance_adam": (FrozenVarianceAdam, Defaults.freezing),
     "local_variance_adam": (
         LocalVarianceAdam,
         lambda d: d.of_adamw(betas=(shortened(d.betas[0], 0.5), d.betas[1])),
@@ -239,7 +236,6 @@ _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] 
     "low_communication": (low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
     "local_adamw": (LocalAdamW, Defaults.of_adamw),
     "local_laprop": (LocalLaProp, Defaults.of_adamw),
-    "compressed_adam": (CompressedAdam, Defaults.freezing),
     "one_bit_adam": (OneBitAdam, Defaults.freezing),
     "one_bit_lamb": (OneBitLamb, Defaults.freezing),
     "zero_one_adam": (ZeroOneAdam, lambda d: d.of_adamw(var_freeze_step=max(1, d.steps // 2))),

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import Compressor, CountSketch, Exchange, Identity, Quantize, Sign, TopK, register
 from comm_hooks.collectives import Simulated
-from comm_hooks.optim import Adam, FrozenVarianceAdam, LocalRounds
+from comm_hooks.optim import Adam, LocalRounds
 from comm_hooks.warnings import misleads
 from tests.ranks import RanksOf
 
@@ -57,8 +57,6 @@ def test_adam_and_its_kin(compressor: Compressor, reason: str | None) -> None:
         found = misleads(compressor, kind([nn.Parameter(torch.zeros(2))], lr=1e-3))
         assert found is None if reason is None else reason in str(found)
     assert misleads(compressor, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) is None
-    frozen = FrozenVarianceAdam([nn.Parameter(torch.zeros(2))], freeze_step=10)
-    assert misleads(compressor, frozen) is None
 
 
 def warned() -> dict[tuple[str, str, bool], list[str]]:

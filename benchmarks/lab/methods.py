@@ -13,7 +13,7 @@ Underscores do not matter: ``fetchsgd`` is ``fetch_sgd``.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,8 +283,7 @@ def parse_method(spec: str) -> Pair:
             f"method {spec!r}: {entry.name} exchanges by itself and needs a compressor before the "
             f"'+': {', '.join(COMPRESSORS)}"
         )
-    needed, usual = _PAIRS.get((communication, entry.name), ({}, {}))
-    options = {**COMMUNICATION[communication].defaults, **needed, **given}
+    options = {**COMMUNICATION[communication].defaults, **given}
     if entry.averages == "exchange":
         published, settings = exchange_of(entry)
         options = {**(settings if communication == published else needs_of(entry)), **options}
@@ -295,7 +294,6 @@ def parse_method(spec: str) -> Pair:
         for key, value in options.items():
             if type(value) is not int or value < 1:
                 raise ValueError(f"{communication}:{key} must be a positive integer, got {value!r}")
-    own = {**usual, **own}
     if "bits" in own:
         own["bits_per_parameter"] = own.pop("bits")
     if own.pop("muon", False):
@@ -318,10 +316,3 @@ def _known(name: str) -> str | None:
     """Return a communication method by its name, whatever its underscores."""
     plain = name.replace("_", "")
     return next((k for k in COMMUNICATION if plain and k.replace("_", "") == plain), None)
-
-
-# Settings of a pair beyond the defaults of its halves: of communication, of the optimizer.
-_PAIRS: Mapping[tuple[str, str], tuple[Options, Options]] = {
-    # Entries compete for being among the largest, which is fair only in units of √v.
-    ("topk", "compressed_adam"): ({"value_bits": 1}, {"scaled": True}),
-}

@@ -8,7 +8,6 @@ from comm_hooks.optim.registry import OptimizerEntry
 
 _MEASURED: Mapping[str, Options] = {
     "local_variance_adam": {"density": 1 / 112, "index_code": "rice", "exempt_bits": 16},
-    "compressed_adam": {"value_bits": 16},
     "one_bit_adam": {"block_size": 4096, "scale": "mean"},
     "zero_one_adam": {"block_size": 4096, "scale": "mean"},
     "cd_adam": {"collective": "auto"},
@@ -24,7 +23,6 @@ NOTES: Mapping[str, str] = {
     "low_communication": "rounds for a budget of bits per parameter and step",
     "local_adamw": "LocalRounds: local AdamW, compressed deltas",
     "local_laprop": "LocalRounds: local LaProp, compressed deltas",
-    "compressed_adam": "compresses the momentum, after a warm-up without compression",
     "safl": "sketched deltas of local SGD, Adam on the server",
 }
 """Remarks for the table, by the name of the optimizer."""

@@ -37,10 +37,8 @@ class OneBitAdam(FreezingOptimizer):
 
     The price is in the word frozen: v belongs to the first steps, with gradients that are larger
     and scaled otherwise than later ones, so the longer the run, the further it falls behind Adam.
-    :class:`~comm_hooks.optim.CompressedAdam` is the same scheme without this: it freezes the shape
-    of v but keeps its scale alive, corrects the bias and can let coordinates compete in the units
-    of the step (``scaled``).  Use OneBitAdam to compare with published results or to go on from
-    DeepSpeed.
+    :class:`~comm_hooks.optim.LocalVarianceAdam` freezes nothing.  Use OneBitAdam to compare with
+    published results or to go on from DeepSpeed.
 
     Differences to the published code (DeepSpeed): residuals are saved and restored.  The padding of
     a tensor takes no part in a rank's message; in the scale of the last shard it counts, as there,

@@ -85,7 +85,7 @@ def test_the_table_is_shown_after_three_methods_and_an_interruption_keeps_it(
     assert (out / "report.html").exists()
 
 
-HOOKS = "bf16+adamw:lr=1e30,all_reduce,none,powersgd:rank=1,topk:density=0.05,sign+compressed_adam"
+HOOKS = "bf16+adamw:lr=1e30,all_reduce,none,powersgd:rank=1,topk:density=0.05,sign+one_bit_adam"
 STEPS = 6
 
 
@@ -143,6 +143,6 @@ def test_bytes_are_those_that_cross_between_two_ranks(runs: dict[str, Run]) -> N
     # 5% of the values, and where they are.
     assert 0.02 * full < figures(runs["topk:density=0.05"]).sent_per_step < 0.15 * full
     # One bit per value after the warm-up, which is half of so short a run.
-    sign = figures(runs["sign+compressed_adam"])
+    sign = figures(runs["sign+one_bit_adam"])
     assert full / 32 < sign.sent_per_step < full / 8
     assert STEPS / 2 * full < sign.bytes_sent < (STEPS / 2 + 1) * full

@@ -176,7 +176,6 @@ _PLAIN = _Small({"compressor": Identity()}, Quantize(bits=8))
 
 _SMALL = {
     "local_variance_adam": _Small(_TOP_K),
-    "compressed_adam": _Small(_TOP_K, options={**_FROZEN, "scaled": True}, ranks=3),
     "one_bit_adam": _Small(_SHARDED_SIGN, options=_FROZEN),
     "one_bit_lamb": _Small(_SHARDED_SIGN, options=_FROZEN),
     "zero_one_adam": _Small(
@@ -257,9 +256,8 @@ def _methods() -> Iterator[Method]:
     for key, entry in REGISTRY.items():
         if entry.averages == "exchange":
             yield _registered(entry, _SMALL.get(key, _Small()))
-    two_nodes = replace(_SMALL["compressed_adam"], exchange={**_TOP_K, **nodes}, ranks=4)
-    two_nodes = replace(two_nodes, options=_FROZEN)
-    yield _registered(REGISTRY["compressed_adam"], two_nodes, "CompressedAdam, hierarchical")
+    two_nodes = replace(_SMALL["local_variance_adam"], exchange={**_TOP_K, **nodes}, ranks=4)
+    yield _registered(REGISTRY["local_variance_adam"], two_nodes, "LocalVarianceAdam, hierarchical")
 
     fragments = _Small(options={"lr": 0.01, "fragments": 2})
     yield _rounds("LocalRounds", _local_rounds, _TOP_K, _Small())

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, Sign, register
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
 from comm_hooks.optim import (
-    CompressedAdam,
     LocalRounds,
     LocalVarianceAdam,
+    OneBitAdam,
     OneBitLamb,
     low_communication,
 )
@@ -39,7 +39,7 @@ def optimizer_of(method: str, model: nn.Module, group: Any) -> Any:
         return LocalVarianceAdam(named, exchange, lr=0.02)
     plain = Exchange(Identity(), process_group=group)
     if method == "uncompressed":
-        return CompressedAdam(named, plain, lr=0.02, freeze_step=100)  # Adam
+        return OneBitAdam(named, plain, lr=0.02, freeze_step=100)  # Adam
     inner = torch.optim.AdamW(local_shards(named), lr=0.02)
     return LocalRounds(inner, plain, local_steps=2, look_ahead=0.0)
 

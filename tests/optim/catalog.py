@@ -15,7 +15,6 @@ from comm_hooks.optim import (
     EF21,
     CDAdam,
     CocktailSGD,
-    CompressedAdam,
     DeMo,
     FetchSGD,
     LocalVarianceAdam,
@@ -60,7 +59,6 @@ def build(
 MICRO = partial(ErrorFeedback, bits=4, stochastic=True)
 MAKE: dict[str, Callable[..., ExchangingOptimizer]] = {
     "lva": partial(build, LocalVarianceAdam, TOP_K, ErrorFeedback, **HYPER),
-    "compressed": partial(build, CompressedAdam, TOP_K, ErrorFeedback, freeze_step=2, **HYPER),
     "one_bit": partial(build, OneBitAdam, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
     "lamb": partial(build, OneBitLamb, SIGN, ErrorFeedback, **{"freeze_step": 6, **HYPER}),
     "zero_one": partial(build, ZeroOneAdam, SIGN, ErrorFeedback, **{**HYPER, **SCHEDULE}),

@@ -31,7 +31,6 @@ from comm_hooks.optim import (
     EF21,
     CDAdam,
     CocktailSGD,
-    CompressedAdam,
     DeMo,
     FetchSGD,
     LocalVarianceAdam,
@@ -53,8 +52,6 @@ NAN, INF = float("nan"), float("inf")
     ("kind", "options"),
     by_trait(
         ("lva", {}),
-        ("compressed", {}),
-        ("compressed", {"scaled": True}),
         ("one_bit", {"freeze_step": 2}),
         ("one_bit", {"freeze_step": 6}),
         ("lamb", {"freeze_step": 2}),
@@ -92,7 +89,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing(
     ("kind", "bad", "steps"),
     by_trait(
         ("lva", [1, 6, 7], 9),
-        ("compressed", [1, 6, 7], 9),
         ("cd", [1, 6, 7], 9),
         ("ef21", [1, 6, 7], 9),
         ("one_bit", [2, 8, 9], 12),  # before and after freeze_step, and twice in a row
@@ -114,7 +110,6 @@ def test_an_overflow_under_a_scaler_skips_the_step_on_all(
     ("kind", "options"),
     by_trait(
         ("lva", {}),
-        ("compressed", {"freeze_step": 3, "scaled": True}),
         *[("one_bit", {"freeze_step": step}) for step in (2, 5, 7)],
         # Interrupted after step 5: among variance steps, while synchronized, and between.
         ("zero_one", {"var_freeze_step": 8}),
@@ -169,7 +164,7 @@ def test_a_state_may_be_loaded_again_and_again(ranks_of: RanksOf, kinds: list[st
 
 @pytest.mark.parametrize(
     ("kind", "exact"),
-    by_trait(("cd", 0), ("ef21", 0), ("lva", 0), ("one_bit", 6), ("compressed", 2)),
+    by_trait(("cd", 0), ("ef21", 0), ("lva", 0), ("one_bit", 6)),
 )
 @pytest.mark.parametrize(
     ("collective", "compressed"),
@@ -210,7 +205,6 @@ def configure_differently(kind: str, option: str, values: list[Any]) -> None:
     [
         ("cd", "bias_correction", [True, False]),
         ("one_bit", "freeze_step", [5, 6]),
-        ("compressed", "freeze_step", [5, 6]),
         ("zero_one", "local_step_clipper", [4, 5]),
     ],
 )
@@ -233,10 +227,13 @@ def test_sparse_gradients_are_refused(kind: str) -> None:
 
 FREEZE = {"freeze_step": 1}
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
-    *((kind, {"eps": NAN}, r"eps must lie in \[0, inf\)") for kind in (CompressedAdam, OneBitAdam)),
+    *(
+        (kind, {"eps": NAN}, r"eps must lie in \[0, inf\)")
+        for kind in (LocalVarianceAdam, OneBitAdam)
+    ),
     *(
         (kind, {"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)")
-        for kind in (LocalVarianceAdam, CompressedAdam, OneBitAdam, ZeroOneAdam, CDAdam, MicroAdam)
+        for kind in (LocalVarianceAdam, OneBitAdam, ZeroOneAdam, CDAdam, MicroAdam)
     ),
     *(
         (kind, {"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0")
@@ -244,22 +241,17 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     *(
         (kind, {"freeze_step": bad}, f"{kind.__name__}: freeze_step must be an integer of at least")
-        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
+        for kind in (OneBitAdam, OneBitLamb)
         for bad in (0, 2.5)
     ),
     *(
         (kind, {"freeze_step": 9, "total_steps": 9}, "freeze_step 9 leaves none of total_steps 9")
-        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
+        for kind in (OneBitAdam, OneBitLamb)
     ),
     *(
         (kind, {"total_steps": bad}, "total_steps must be an integer of at least 1")
-        for kind in (CompressedAdam, OneBitAdam, OneBitLamb)
+        for kind in (OneBitAdam, OneBitLamb)
         for bad in (0, 2.0)
-    ),
-    (
-        CompressedAdam,
-        {"exchange": Exchange(TopK(), ErrorFeedback(), min_ndim=1, min_numel=1)},
-        "leave min_ndim at 2",
     ),
     (OneBitLamb, {"max_coeff": 0.0}, r"OneBitLamb: max_coeff must lie in \(0, inf\)"),
     (OneBitLamb, {"min_coeff": 11.0}, r"min_coeff must lie in \[0, 10.0\], got 11.0"),
@@ -322,7 +314,6 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
 # What each is made with where a case says nothing.
 USUAL: dict[type, tuple[Exchange, dict[str, Any]]] = {
     LocalVarianceAdam: (Exchange(SIGN), {}),
-    CompressedAdam: (Exchange(SIGN), FREEZE),
     OneBitAdam: (Exchange(SIGN), FREEZE),
     OneBitLamb: (Exchange(SIGN), FREEZE),
     ZeroOneAdam: (Exchange(SIGN), {"var_freeze_step": 1}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from comm_hooks.optim import AMSGrad, FrozenVarianceAdam, LaProp, MuonAdamW
+from comm_hooks.optim import AMSGrad, LaProp, MuonAdamW
 from comm_hooks.optim.adam import Adam
 from tests.optim.gradients import HYPER, SHAPES, STEPS, parameters_of, run
 
@@ -18,7 +18,6 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AMSGrad": partial(AMSGrad, **HYPER, bias_correction=True),
     "AMSGrad, one by one": partial(AMSGrad, **HYPER, foreach=False),
     "LaProp": partial(LaProp, **HYPER),
-    "FrozenVarianceAdam": partial(FrozenVarianceAdam, **HYPER, freeze_step=12),
     "MuonAdamW": partial(MuonAdamW, lr=0.02),
     "Muon and LaProp": partial(MuonAdamW, lr=0.02, rest=LaProp),
 }

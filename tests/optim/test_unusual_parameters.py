@@ -58,7 +58,6 @@ MAKE: dict[str, Make] = {
 FROZEN: dict[str, Make] = {
     name: partial(catalog.MAKE[kind], transport=Simulated(1)[0], **options)
     for name, kind, options in (
-        ("CompressedAdam", "compressed", {}),
         ("OneBitAdam", "one_bit", {"freeze_step": 2}),
         ("OneBitLamb", "lamb", {"freeze_step": 2}),
         ("ZeroOneAdam", "zero_one", {"var_freeze_step": 2}),

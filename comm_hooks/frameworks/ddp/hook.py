@@ -407,7 +407,7 @@ def skip_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: a communication hook with which every rank keeps its own gradient.
 
-    For optimizers that own the exchange (``optim.CompressedAdam``), and as the control that any
+    For optimizers that own the exchange (``optim.OneBitAdam``), and as the control that any
     method must beat.
 
     Example::

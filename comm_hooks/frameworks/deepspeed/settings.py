@@ -12,7 +12,7 @@ from comm_hooks.config import unknown
 from comm_hooks.exchange import Exchange, ExchangeSettings
 from comm_hooks.optim import LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, find, lookup
+from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, lookup
 from comm_hooks.requirements import require_integer, require_within
 from comm_hooks.warnings import warn_program
 
@@ -62,7 +62,7 @@ class EngineSettings:
                 ZeRO stages and other settings under which no rank has whole gradients of its own.
 
         Not supported: ZeRO, tensor, sequence and expert parallelism, and pipelines of several
-        stages for optimizers that own their exchange, except OneBitAdam at ZeRO stages 1 and 2.
+        stages for optimizers that own their exchange.
         """
         block = find_block(config)
         if optimizer is not None:
@@ -77,29 +77,17 @@ class EngineSettings:
                 raise ValueError(f"optimizer.{key}: {unknown('setting', key, _KEYS)}")
         name = entry.name if entry is _ADAMW else entry.type_name
         published = entry.published
-        in_parts = name == "OneBitAdam" and _stage(config) in (1, 2)
-        if in_parts and isinstance(block, Mapping) and START in block:
-            raise ValueError(
-                f"{BLOCK}.{START}: {name} starts at optimizer.params.freeze_step: leave it out"
-            )
         if published is not None and isinstance(block, Mapping | None):
             needs = entry.needs if "compressor" in (block or {}) else published
             block = {**needs, **(block or {})}
-        if in_parts:
-            entry = find("FrozenVarianceAdam")
-            warn_program(
-                f"optimizer.type: {name} at ZeRO stage {_stage(config)} is FrozenVarianceAdam, "
-                "another algorithm: ZeRO divides momenta between ranks, so gradients are "
-                "compressed, not momenta. Stage 0 has the published one"
-            )
         params = _params(name, entry, config["optimizer"].get("params") or {})
         if entry.averages == "before":
-            if name in _NEEDS_BLOCK and block is None:
+            if entry is _ADAMW and block is None:
                 raise ValueError(
                     f"{BLOCK}: missing; {name} is for gradients that an exchange averages, for "
                     'instance {"compressor": "count_sketch", "ratio": 0.05}'
                 )
-            found = cls._averaging(block, params["freeze_step"] if in_parts else 0)
+            found = cls._averaging(block)
             make = _checked("optimizer.params", entry.build, params)
             return replace(found, make_optimizer=make)
         _check_engine(config, name)
@@ -126,11 +114,12 @@ class EngineSettings:
         return cls()
 
     @classmethod
-    def _averaging(cls, block: Any, start: int = 0) -> "EngineSettings":
+    def _averaging(cls, block: Any) -> "EngineSettings":
         if block is None:
             return cls()
+        start = 0
         if isinstance(block, Mapping):
-            start = block.get(START, start)
+            start = block.get(START, 0)
             block = {key: value for key, value in block.items() if key != START}
         require_integer(BLOCK, START, start)
         require_within(BLOCK, START, start, "[0, inf)")
@@ -196,7 +185,6 @@ def named_groups(members: Iterable[Any], model: torch.nn.Module) -> list[dict[st
 # AdamW under a name that DeepSpeed refuses where comm-hooks is missing.
 _ADAMW = OptimizerEntry("CommHooksAdamW", torch.optim.AdamW, lambda defaults: {})
 _KEYS = ("type", "params", "legacy_fusion")
-_NEEDS_BLOCK = ("FrozenVarianceAdam", "CommHooksAdamW")
 
 # Keys of DeepSpeed's own 1-bit optimizers.
 _ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
@@ -366,8 +354,8 @@ def _check_engine(config: Mapping[str, Any], name: str) -> None:
     if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} needs whole gradients on every rank for its own "
-            f"exchange, but ZeRO stage {stage} divides gradients between ranks: use stage 0. At "
-            f"stages 1 and 2 OneBitAdam works, or AdamW with a {BLOCK} block"
+            f"exchange, but ZeRO stage {stage} divides gradients between ranks: use stage 0, or "
+            f"AdamW with a {BLOCK} block at stages 1 and 2"
         )
     if config.get("gradient_allreduce_op", "mean") != "mean":
         raise ValueError(

@@ -26,7 +26,6 @@ PARAMS: dict[str, dict[str, Any]] = {
         "local_step_scaler": 2,
         "local_step_clipper": 3,
     },
-    "CompressedAdam": {"freeze_step": 4, "scaled": True},
     "CocktailSGD": {"lr": 0.1, "momentum": 0.5},
     "EF21": {"lr": 0.1, "momentum": 0.5},
     "DGC": {"lr": 0.1, "warmup_steps": 4, "clip_norm": 1.0},

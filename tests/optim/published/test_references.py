@@ -68,30 +68,6 @@ def one_bit_adam(x: np.ndarray, steps: Steps, exchange: Average, freeze_step: in
     return x
 
 
-def compressed_adam(
-    x: np.ndarray, steps: Steps, exchange: Average, freeze_step: int, scaled: bool
-) -> np.ndarray:
-    m, v, shape, u = (np.zeros_like(x) for _ in range(4))
-    power = 0.0
-    for t, (lr, gradients) in enumerate(steps, 1):
-        mean_square = np.mean([np.mean(g**2) for g in gradients])
-        power = BETA2 * power + (1 - BETA2) * mean_square
-        if t <= freeze_step:
-            g = np.mean(gradients, axis=0)
-            m = BETA1 * m + (1 - BETA1) * g
-            v = BETA2 * v + (1 - BETA2) * g**2
-            shape = BETA2 * shape + (1 - BETA2) * g**2 / mean_square
-            second = v / (1 - BETA2**t)
-        else:
-            scale = np.sqrt(u) + EPS if scaled else np.ones_like(x)
-            m = scale * exchange([(BETA1 * m + (1 - BETA1) * g) / scale for g in gradients])
-            second = u * power / (1 - BETA2**t)
-        if t == freeze_step:
-            u = (shape + 0.1 * shape.mean()) / (1 - BETA2**t)
-        x = x * (1 - lr * DECAY) - lr * m / (1 - BETA1**t) / (np.sqrt(second) + EPS)
-    return x
-
-
 def micro_adam(
     x: np.ndarray, steps: Steps, exchange: Average, window: int, bias_correction: str
 ) -> np.ndarray:
@@ -194,10 +170,6 @@ CASES = [
     Case("one_bit", one_bit_adam, Mean, "sign", True, {"freeze_step": 6}, 1e-4),
     Case("one_bit", one_bit_adam, Mean, "sign", False, {"freeze_step": 6}, 1e-4),
     Case("one_bit", one_bit_adam, PublishedMean, "published", True, {"freeze_step": 6}, 1e-4),
-    *(
-        Case("compressed", compressed_adam, Mean, o, False, {"freeze_step": 6, "scaled": scaled})
-        for o, scaled in (("sign", False), ("topk", True))
-    ),
     Case("micro_32", micro_adam, Mean, "topk 64", True, {"window": 4, "bias_correction": "window"}),
     *(Case("cocktail", cocktail_sgd, Mean, "topk 64", True, {"momentum": m}) for m in (0.0, 0.9)),
     Case("demo", demo, MeanOfRanks, "topk 64", False, {}),
@@ -212,10 +184,6 @@ OTHERS = [
     *(
         Case("one_bit", one_bit_adam, Mean, operator, True, {"freeze_step": 6}, 1e-4)
         for operator in ("identity", "topk")
-    ),
-    *(
-        Case("compressed", compressed_adam, Mean, o, True, {"freeze_step": 6, "scaled": scaled})
-        for o, scaled in (("identity", False), ("topk", False), ("sign", True))
     ),
     *(
         Case("micro_32", micro_adam, Mean, "topk 64", False, {"window": n, "bias_correction": how})
