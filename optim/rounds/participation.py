@@ -16,7 +16,12 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
-from comm_hooks.requirements import require_integer, require_positive, require_within
+from comm_hooks.requirements import (
+    require_integer,
+    require_kind,
+    require_positive,
+    require_within,
+)
 from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]
@@ -229,6 +234,7 @@ class Participation(ClientSampling):
         require_within(self, "fraction", self.fraction, "(0, 1]")
         require_integer(self, "seed", self.seed)
         if self.weights is not None:
+            require_kind(self, "weights", self.weights, list, tuple)
             for weight in self.weights:
                 require_within(self, "weights", weight, "[0, inf)")
             if len(self.weights) != self.clients or not any(self.weights):
