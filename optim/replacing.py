@@ -51,11 +51,10 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
     Raises:
         ValueError: for another optimizer, or settings of AdamW without an equivalent (``amsgrad``,
             ``maximize``, decay that is part of the gradient); for a scheduler of another optimizer;
-            for ``inner="muon"`` after steps of AdamW, whose moments are of no use for Muon; for bad
-            settings.
+            for ``inner="muon"``, which has other groups and moments, if the AdamW has a scheduler
+            or a state; for bad settings.
 
-    Not supported: weights that are sharded, if the AdamW has loaded a state that this function's
-    optimizer saved: load it afterwards.
+    Not supported: the AdamW loads a saved state of shards, or of Muon: load these afterwards.
 
     Example::
 
@@ -76,12 +75,13 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
             f"replace(): {given[0]} is taken over from {type(old).__name__}: set it there"
         )
     schedulers = list(_schedulers(scheduler, optimizer, old))
-    if old.state and settings.get("inner") == "muon":
+    is_in_use = old.state or hasattr(old.step, "_wrapped_by_lr_sched")
+    if is_in_use and settings.get("inner") == "muon":
         raise ValueError(
-            f"replace(): {type(old).__name__} has taken steps or loaded a state, which is of no "
-            "use for inner='muon': replace it before"
+            f"replace(): {type(old).__name__} has a state or a scheduler, which is of no use for "
+            "inner='muon': replace it before"
         )
-    if CARRIED not in old.param_groups[0] and any("horizon" in g for g in old.param_groups):
+    if CARRIED not in old.param_groups[0] and any("horizon" in group for group in old.param_groups):
         raise ValueError(
             f"replace(): {type(old).__name__} has loaded a part of the state of an optimizer that "
             "replace() returned: load it into the one that replace() returns"
@@ -175,10 +175,11 @@ def _take_over_state(rounds: LocalRounds, old: Optimizer) -> None:
 
 def _retire(old: Optimizer, rounds: LocalRounds) -> None:
     """Give groups and hooks of the old optimizer to the new one, and refuse its steps."""
-    for mine, groups in zip(old.param_groups, rounds.inner.param_groups, strict=True):
-        mine.clear()
-        mine.update(groups)
-    rounds.inner.param_groups = list(old.param_groups)
+    if len(old.param_groups) == len(rounds.inner.param_groups):  # Muon's are others
+        for mine, group in zip(old.param_groups, rounds.inner.param_groups, strict=True):
+            mine.clear()
+            mine.update(group)
+        rounds.inner.param_groups = list(old.param_groups)
     old.state.clear()
     for name, hooks in vars(old).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):

@@ -364,10 +364,6 @@ class LocalRounds(WrappingOptimizer):
         with self.exchange.failing_together():
             yield from play_round(self._round, self.participation, self.server, self._conclude)
 
-    def share_buffers(self, module: torch.nn.Module) -> None:
-        """Average the buffers of a module that forward passes change, such as running means."""
-        self.round_state.share_buffers(module)
-
     def leave_out(self, client: int) -> None:
         """Leave a client out of the present round, as if it had not been drawn.
 

@@ -167,18 +167,18 @@ FAMILIES = {
             "goes back to an older state of the exchange",
             roll_exchange_back,
             before=save,
-            reason="belongs to step|has loaded a state|because rank",
+            reason="belongs to step|has loaded a(nother)? state|because rank",
         ),
         Kind(
             "goes back to an older checkpoint of everything",
             roll_everything_back,
             before=save,
-            reason="belongs to step|has loaded a state|because rank",
+            reason="belongs to step|has loaded a(nother)? state|because rank",
         ),
         Kind(
             "loads its own state by itself",
             load_own_state,
-            reason="has loaded a state|because rank",
+            reason="has loaded a(nother)? state|because rank",
         ),
     ],
     # Not ranks that share a model: FSDP's own collectives no longer fit then, and gloo ends the

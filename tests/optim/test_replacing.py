@@ -257,6 +257,27 @@ def bfloat16() -> None:
     assert all(map(torch.equal, found, moments))
 
 
+def muon() -> None:
+    ddp = wrapped()
+    new = comm_hooks.replace(ddp, AdamW(ddp.parameters()), inner="muon", bits_per_parameter=0.5)
+    train(ddp, new, 3)
+    other = wrapped()
+    old = AdamW(other.parameters())
+    schedules.StepLR(old, 1)
+    with pytest.raises(ValueError, match="has a state or a scheduler, which is of no use for"):
+        comm_hooks.replace(other, old, inner="muon")
+    old = AdamW(other.parameters())
+    again = comm_hooks.replace(other, old, inner="muon", bits_per_parameter=0.5)
+    again.load_state_dict(new.state_dict())
+    train(ddp, new, 3, start=3)
+    train(other, again, 3, start=3)
+    assert all(map(torch.equal, values(ddp), values(other)))
+
+
+def test_muon_takes_the_place_of_a_fresh_adamw(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(muon)
+
+
 def test_a_carried_state_keeps_its_dtypes(ranks_of: RanksOf) -> None:
     ranks_of(2).run(bfloat16)
 

@@ -71,7 +71,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     own.register_step_pre_hook(check)
     if not works_in_rounds:
         return OptimizerState(own)
-    own.share_buffers(module)
+    own.round_state.share_buffers(module)
     attach_shared_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
