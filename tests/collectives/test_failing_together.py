@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm_hooks import Exchange, PayloadError, PeerError, Sign, register
+from comm_hooks import ConfigMismatchError, Exchange, PayloadError, PeerError, Sign, register
 from comm_hooks.optim import LocalVarianceAdam, low_communication
 from tests.ranks import CONTEXT, RanksOf
 
@@ -112,7 +112,7 @@ def catch_and_go_on(setup: str, target: str) -> dict[str, Any]:
     try:
         for _ in range(LAST - 3):
             step()
-    except (PayloadError, PeerError) as error:
+    except (ConfigMismatchError, PayloadError, PeerError) as error:
         after = str(error)
     dist.barrier()
     own = torch.cat([p.detach().flatten() for p in model.parameters()])
