@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from comm_hooks import Compressor, Identity, TopK
+from tests.optim.scenarios import rarely
 from tests.test_exchange import ROUTES, World
 
 STEPS = 3
-EXPONENTS = (-120, -80, 64, 120)
+# Norms of 2^64 overflow, and those of 2^-80 vanish, if their squares are added up in float32.
+EXPONENTS = (-80, 64, *rarely(-120, 120))
 
 
 def results(compressor: Compressor, collective: str, exponent: int) -> list[torch.Tensor]:

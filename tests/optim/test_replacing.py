@@ -356,6 +356,7 @@ def wrapped_by_fabric() -> None:
     train(ddp, optimizer, 1, scheduler)
 
 
+@pytest.mark.slow  # imports Lightning
 def test_the_wrapper_of_fabric_gets_the_new_optimizer(ranks_of: RanksOf) -> None:
     ranks_of(2).run(wrapped_by_fabric)
 

@@ -41,8 +41,10 @@ def test_values_may_be_whole_decimal_fractions_words_or_truth_values() -> None:
 def test_options_given_win_over_published_ones() -> None:
     assert parse_method("topk").communication_options == {}
     assert parse_method("local_variance_adam").communication_options["value_bits"] == 1
-    given = parse_method("local_variance_adam")
-    assert given.communication_options["index_code"] == "rice"
+    assert parse_method("topk+local_variance_adam").communication_options["index_code"] == "rice"
+    given = parse_method("topk:value_bits=32+local_variance_adam").communication_options
+    assert given["value_bits"] == 32
+    assert given["index_code"] == "rice"
     assert parse_method("sign+one_bit_lamb").communication_options["collective"] == "sharded"
 
 
