@@ -144,7 +144,8 @@ def test_a_rank_that_fails_and_stays_is_named_at_once(
     # Else other ranks may have taken a step that the failed rank has not: they must not go on.
     went_on = [outcome["after"] == "trains on" for outcome in outcomes]
     assert all(went_on) or not any(went_on)
-    assert all(outcome["alike"] for outcome in outcomes) == all(went_on)
+    if all(went_on):
+        assert all(outcome["alike"] for outcome in outcomes)
 
 
 TIMEOUT = 5.0
