@@ -19,11 +19,13 @@ class Transport(ABC):
         rank: the rank of this process in the group.
         world_size: the number of ranks in the group.
         ranks_per_node: the number of ranks on a node; None if it is unknown or differs.
+        epoch: the number of failures of the group so far, the same on all ranks within a step.
     """
 
     rank: int
     world_size: int
     ranks_per_node: int | None = None
+    epoch: int = 0
 
     @cached_property
     def made(self) -> Counter[int]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -55,12 +54,19 @@ class GlooRanks(Transport):
         self._timeout = timeout or dist.default_pg_timeout
         self._explain = explain
         self._parts: dict[Group, GlooRanks] = {}
+        self._made: Rings | None = None
         self.is_closed = False
 
-    @cached_property
+    @property
     def _rings(self) -> Rings:
-        if self.is_closed:
+        if self._made is None and not self.is_closed:
+            self._made = self._connected()
+        if (made := self._made) is None or self.is_closed:  # perhaps by another thread, just now
+            self.close()
             raise RuntimeError(CLOSED)
+        return made
+
+    def _connected(self) -> Rings:
         # Not every build of torch has it.
         from torch.distributed import ProcessGroupGloo
 
@@ -87,9 +93,11 @@ class GlooRanks(Transport):
     def close(self) -> None:
         """Close all connections: ranks that wait for a message of this one get an error."""
         self.is_closed = True
-        for part in self._parts.values():
+        for part in list(self._parts.values()):
             part.close()
-        self.__dict__.pop("_rings", None)
+        made, self._made = self._made, None
+        if made:
+            made.close()
 
     def perform(self, request: Request) -> Any:
         if request.group:
@@ -122,8 +130,6 @@ class GlooRanks(Transport):
 
     def _part(self, group: Group) -> "GlooRanks":
         if group not in self._parts:
-            if self.is_closed:
-                raise RuntimeError(CLOSED)
             members = group.members(self.rank, self.world_size)
             name = f"{group.kind} of {group.ranks_per_node} from {members[0]}"
             self._parts[group] = GlooRanks(
@@ -133,4 +139,7 @@ class GlooRanks(Transport):
                 self._timeout,
                 self._explain,
             )
+        if self.is_closed:
+            self.close()
+            raise RuntimeError(CLOSED)
         return self._parts[group]

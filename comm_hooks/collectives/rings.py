@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from comm_hooks.collectives.failure_detection import CLOSED
+
 # A rank passes on the first part of what it receives while the rest is still coming.
 _SEGMENT_NBYTES = 1 << 20
 
@@ -31,9 +33,23 @@ class Rings:
     """
 
     def __init__(self, context: Any, rank: int, world_size: int) -> None:
-        self._context = context
+        self._open_context = context
         self._rank = rank
         self._world_size = world_size
+
+    @property
+    def _context(self) -> Any:
+        if self._open_context is None:
+            raise RuntimeError(CLOSED)
+        return self._open_context
+
+    def close(self) -> None:
+        """Close the connections, once no thread waits for a message any more.
+
+        Whoever still has a reference to this object, such as the traceback of an error, does not
+        keep them open.
+        """
+        self._open_context = None
 
     def all_reduce_(self, payload: torch.Tensor) -> None:
         """Sum a 1-D payload over ranks, in place; the sum is bit-identical on all ranks.

@@ -143,7 +143,7 @@ class TorchDistributed(Transport):
         names = self._compare(AllGatherObject(uuid.uuid4().hex, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
-        explain = partial(self._failures.explain, self._epoch)
+        explain = partial(self._failures.explain, self.epoch)
         made = GlooRanks(store, self.rank, self.world_size, _timeout(self._group), explain)
         self._progress.connections.add(made)
         return made
@@ -158,7 +158,7 @@ class TorchDistributed(Transport):
 
     def _compare(self, request: AllGatherObject) -> list[Any]:
         with self._explaining(request):
-            return self._store_gather.gather(request, self._epoch)
+            return self._store_gather.gather(request, self.epoch)
 
     def _perform(self, request: Request) -> Any:
         if self._goes_by_gloo(request):
@@ -171,7 +171,7 @@ class TorchDistributed(Transport):
 
     @contextmanager
     def _explaining(self, request: Request) -> Iterator[None]:
-        epoch, begin = self._epoch, time.monotonic()
+        epoch, begin = self.epoch, time.monotonic()
         try:
             yield
         except PeerError:
@@ -219,7 +219,7 @@ class TorchDistributed(Transport):
         self._begun_in = self._progress.epoch
 
     @property
-    def _epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the present step, which a failure in another thread may have ended."""
         return self._progress.epoch if self._epoch_of_step is None else self._epoch_of_step
 

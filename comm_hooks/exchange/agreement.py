@@ -39,12 +39,15 @@ class Agreement:
             models that are equal are told apart by the order in which they were made.
         identity: a random name, the same on all ranks, which no other exchange has; None before
             ranks have compared their settings.
+        epoch: the epoch in which they last did: a failure may have kept some ranks from it.
     """
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.number: int | None = None
         self.identity: str | None = None
+        self.epoch: int | None = None
+        self._initial: dict[str, int] | None = None
         self._owner: weakref.ref[Owner] | None = None
 
     def __copy__(self) -> "Agreement":
@@ -67,12 +70,13 @@ class Agreement:
         # Weak: an owner has its exchange, and a circle would keep ledgers and memories alive.
         self._owner = weakref.ref(owner) if owner else None
 
-    def reach(self, config: Mapping[str, Any], ranks: Sequence[int]) -> Round[None]:
+    def reach(self, config: Mapping[str, Any], ranks: Sequence[int], epoch: int) -> Round[None]:
         """Return a round of collectives that compares the settings of all ranks.
 
         Args:
             config: the settings of the exchange on this rank; those of the owner are added.
             ranks: the global ranks of all members.
+            epoch: the present epoch of the transport.
 
         Raises:
             ConfigMismatchError: on all ranks, naming the settings that differ, and the ranks.
@@ -81,14 +85,17 @@ class Agreement:
         own = dict(config)
         if (owner := self.owner) is not None:
             own |= owner.hyperparameters()
-            if replica := owner.replica():
-                own["checksum of the initial model"] = int(fingerprint(replica))
+            if self._initial is None:  # later a hook has more parameters
+                replica = owner.replica()
+                checksum = {"checksum of the initial model": int(fingerprint(replica))}
+                self._initial = checksum if replica else {}
+            own |= self._initial
         if self.number is not None:
             own["number of the exchange among equal ones"] = self.number
-        named = [own, uuid.uuid4().hex]
+        named = [own, self.identity or uuid.uuid4().hex]
         found = yield AllGatherObject(named, about="settings", may_be_alone=True)
         check_agreement([config for config, _ in found], ranks)
-        self.identity = found[0][1]
+        self.identity, self.epoch = found[0][1], epoch
 
     def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
         """Return the stamp: header words that are equal in all payloads of a bucket and step.

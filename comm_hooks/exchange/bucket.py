@@ -17,7 +17,7 @@ class Bucket:
         layout: the float32 workspace, with a view for each tensor.
         routes: the routes used so far, by compressor and :attr:`NoiseHook.place`.
         digest: 32 bits of the settings and tensors, equal on all ranks; None until it is needed.
-        compared: whether ranks have compared the names and shapes of the tensors.
+        compared_in: the epoch in which ranks last compared the names and shapes of the tensors.
         mean: a layout of its own for means, see :meth:`Buckets.mean_of`; None until it is needed.
     """
 
@@ -26,7 +26,7 @@ class Bucket:
         self.mean: Layout | None = None
         self.routes: dict[Hashable, Route] = {}
         self.digest: int | None = None
-        self.compared = False
+        self.compared_in: int | None = None
 
 
 class Buckets:

@@ -234,12 +234,17 @@ class Exchange:
         }
 
     def agree(self) -> Round[None]:
-        """Return a round that compares the settings of all ranks; later calls compare nothing."""
-        if self.agreement.identity is not None:
+        """Return a round that compares the settings of all ranks, once and after each failure."""
+        is_first, epoch = self.agreement.epoch is None, self.transport.epoch
+        if self.agreement.epoch == epoch:
             return
         loaded = {"state loaded from the run": self.state.loaded_from}
-        yield from self.agreement.reach(self.config() | loaded, self.transport.ranks)
+        yield from self.agreement.reach(self.config() | loaded, self.transport.ranks, epoch)
+        for bucket in self.buckets:
+            bucket.digest = None  # of the identity, which some ranks may have lacked
         ranks = self.transport.world_size
+        if not is_first:
+            return
         if self.settings.collective == "hierarchical":
             if self._require_ranks_per_node() == ranks:
                 warnings.warn("all ranks are on one node: nothing is compressed", stacklevel=2)
@@ -433,10 +438,11 @@ class Exchange:
             if isinstance(compress, Compressor):
                 self.settings.check(compress)
             yield from self.agree()
-            is_new = not bucket.compared
+            epoch = self.transport.epoch
+            is_new = bucket.compared_in != epoch
             if is_new:
                 yield from compare_tensors(bucket.layout.segments, self.transport.ranks)
-                bucket.compared = True
+                bucket.compared_in = epoch
                 if (dtype or tensors[0].dtype) == torch.float64:
                     warn_program(
                         "float64 tensors are averaged in float32, whose relative error is 6e-8: "

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ConfigMismatchError, Exchange, PayloadError, PeerError, Sign, register
+from comm_hooks.collectives import TorchDistributed
+from comm_hooks.collectives.requests import AllReduce, AllToAll
 from comm_hooks.optim import LocalVarianceAdam, low_communication
 from tests.ranks import CONTEXT, RanksOf
 
@@ -144,8 +146,29 @@ def test_a_rank_that_fails_and_stays_is_named_at_once(
     # Else other ranks may have taken a step that the failed rank has not: they must not go on.
     went_on = [outcome["after"] == "trains on" for outcome in outcomes]
     assert all(went_on) or not any(went_on)
-    if all(went_on):
-        assert all(outcome["alike"] for outcome in outcomes)
+    assert all(outcome["alike"] for outcome in outcomes) == all(went_on)
+
+
+def wait_for_a_rank_that_keeps_its_connections() -> float:
+    """Return the seconds that a rank waits after another one has failed."""
+    transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=60)))
+    payload = torch.ones(4)
+    transport.perform(AllToAll(payload.expand(2, 4)))
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerError, match="rank 1 failed: LookupError"):
+            transport.perform(AllReduce(payload))
+    else:
+        kept = transport._gloo._rings  # as a traceback would
+        transport.report(LookupError("no such thing"))
+        with pytest.raises(RuntimeError, match="were closed"):
+            kept.all_reduce_(payload)
+        time.sleep(2.0)
+    return time.monotonic() - begin
+
+
+def test_connections_end_with_their_epoch_whoever_refers_to_them(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(wait_for_a_rank_that_keeps_its_connections)[0] < 2.0
 
 
 TIMEOUT = 5.0

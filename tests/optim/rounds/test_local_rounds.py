@@ -22,6 +22,7 @@ from comm_hooks import (
     TopK,
 )
 from comm_hooks.checkpoints.sealing import sealed
+from comm_hooks.collectives import TorchDistributed
 from comm_hooks.compressors import Compressor
 from comm_hooks.optim.rounds import LocalRounds, Participation
 from tests.optim.rounds.problem import (
@@ -302,7 +303,9 @@ def test_an_overflow_under_a_scaler_costs_that_rank_a_step_only(ranks_of: RanksO
 def different(kind: str) -> None:
     parameters = make_parameters()
     steps = 2
-    if kind == "model" and dist.get_rank():
+    if "failure" in kind:
+        TorchDistributed().report(LookupError("no such thing"))
+    if "model" in kind and dist.get_rank():
         with torch.no_grad():
             parameters["bias"][3] += 1e-7
     if kind == "steps" and dist.get_rank():
@@ -318,6 +321,7 @@ def different(kind: str) -> None:
     ("kind", "what"),
     [
         ("model", "checksum of the initial model"),
+        ("model after a failure", "checksum of the initial model"),
         ("steps", "local_steps is 2 on rank 0, 3 on rank 1"),
     ],
 )
