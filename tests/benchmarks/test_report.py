@@ -40,6 +40,7 @@ def test_rows_say_how_far_from_the_baseline_and_why_a_run_failed() -> None:
     assert rows[4][-1] == "rank 1 was ended by SIGKILL"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_shows_the_table_and_the_curves_without_a_network(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright")

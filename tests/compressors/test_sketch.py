@@ -53,7 +53,12 @@ def decoded() -> Decoded:
 @pytest.mark.parametrize(
     ("sketch", "theory", "name"),
     [
-        pytest.param(*each, name, id=f"{name}-{type(each[0]).__name__}")
+        pytest.param(
+            *each,
+            name,
+            id=f"{name}-{type(each[0]).__name__}",
+            marks=[pytest.mark.slow] * isinstance(each[0], GaussianSketch),
+        )
         for name in VECTORS
         for each in SKETCHES
         # Rotations leave a Gaussian matrix what it is, and it takes ten times as long.

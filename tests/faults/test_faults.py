@@ -10,7 +10,6 @@ from tests.faults.rank import Report
 from tests.faults.table import PAGE, RECORDS, page, read_records, totals
 
 FEW = [
-    ("is killed", "count_sketch"),
     ("meets a NaN", "topk, bucket"),
     ("overflows under a GradScaler", "LocalRounds, fragments"),
     ("goes back to an older checkpoint of everything", "OneBitAdam"),
@@ -24,6 +23,7 @@ FEW = [
     ("starts from another model", "low_communication, FSDP"),
 ]
 MORE = [
+    ("is killed", "count_sketch"),
     ("comes later than the timeout", "LocalRounds, FSDP"),
     ("is killed", "LocalVarianceAdam, FSDP"),
     ("has no memory left in a round", "topk, sharded"),

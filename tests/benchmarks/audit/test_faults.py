@@ -52,7 +52,7 @@ CHECKS: dict[str, Callable[[Stages], Iterable[str]]] = {
     "memory": check_memory,
     "sampling": check_sampling,
 }
-# One for each test in the checks, and a part of its message.  The others are slow together.
+# One for each test in the checks, and a part of its message.
 SHOWN = {
     "clipping: by_mean_norm": "one sample changes a clipped sum by",
     "clipping: with_momentum": "a sample of earlier steps changes a clipped sum",
@@ -70,11 +70,21 @@ SHOWN = {
     "sampling: with_replacement": "draws a sample twice for step",
     "sampling: ranks_turn_one_draw": "sample i of rank 0 and sample i+1 of rank 1 are drawn",
 }
+# A part of each check; all others are slow together.
+FAST = {
+    "clipping: by_mean_norm",
+    "noise: cut_at_3",
+    "noise: with_the_signs_of_sums",
+    "sampling: dealt_out_by_phases",
+    "sampling: never_empty",
+    "sampling: of_16_bits",
+    "sampling: with_replacement",
+}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in SHOWN else pytest.mark.slow) for n in FAULTS],
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FAULTS],
 )
 def test_the_check_of_its_part_finds_a_fault(name: str) -> None:
     problems = CHECKS[name.split(":")[0]](stages_of(FAULTS[name]))

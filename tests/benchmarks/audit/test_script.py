@@ -33,6 +33,7 @@ def run(script: Path, *options: str) -> Result:
 # Whole audits
 
 
+@pytest.mark.slow
 def test_a_correct_script_is_not_accused_and_leaves_nothing_behind() -> None:
     with written(CORRECT["checkpoints, saved and loaded"]) as path:
         result = run(path, "--steps", "4", "--json")

@@ -64,6 +64,7 @@ def run_endless(tmp_path: Path, ranks: Ranks, timeout: float = 240) -> Run:
     return run_method(method, ENDLESS, corpus, tmp_path / "log", ranks, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> None:
     ranks = Ranks(lambda ranks: os.kill(ranks.pids[1], signal.SIGKILL))
     run = run_endless(tmp_path, ranks)

@@ -36,6 +36,7 @@ def test_top_k(interpreted: Check, data: st.DataObject, size: int, rows: int) ->
     interpreted("check_top_k", matrix, size, count)
 
 
+@pytest.mark.slow
 def test_top_k_of_a_large_block(interpreted: Check) -> None:
     generator = np.random.default_rng(0)
     matrix = generator.standard_normal((2, 6000)).astype(np.float32)
