@@ -140,6 +140,5 @@ class GlooRanks(Transport):
                 self._explain,
             )
         if self.is_closed:
-            self.close()
-            raise RuntimeError(CLOSED)
+            self.close()  # the new part, too
         return self._parts[group]

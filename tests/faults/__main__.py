@@ -23,12 +23,12 @@ def main() -> None:
     # Failed cases are tried again.
     records = [record for record in read_records(RECORDS) if not record["details"]]
     RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = {(record["fault"], record["method"]) for record in records}
+    done = {(record["fault"], record["method"], record["seed"]) for record in records}
     everything = cases()
     pending = [
         case
         for case in everything
-        if (case.kind.name, case.method.name) not in done and arguments.only in case.name
+        if (case.kind.name, case.method.name, case.seed) not in done and arguments.only in case.name
     ]
     # So that an interrupted run has cases of all kinds.
     random.Random(0).shuffle(pending)

@@ -4,7 +4,8 @@ import functools
 import itertools
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.faults.kinds import Case
 from tests.faults.methods import SHARDED
-from tests.faults.rank import Report, play
+from tests.faults.rank import Report, keep_store, play
 from tests.faults.training import SHARDS, TIMEOUT_SECONDS
 from tests.ranks import CONTEXT, preload
 
@@ -60,8 +61,14 @@ class Harness:
 
     def run(self, case: Case) -> Outcome:
         """Run a case and judge it."""
-        ranks = _Ranks(case, self._store.port, f"case {next(self._numbers)}")
-        ranks.watch()
+        prefix = f"case {next(self._numbers)}"
+        if case.kind.needs_store:
+            with _store_process() as port:
+                ranks = _Ranks(case, port, prefix)
+                ranks.watch()
+        else:
+            ranks = _Ranks(case, self._store.port, prefix)
+            ranks.watch()
         verdict = judge(case, ranks.reports, ranks.codes)
         details = {}
         if verdict not in ("refused", "recovered"):
@@ -78,6 +85,19 @@ class Harness:
             round(ranks.seconds, 1),
             details,
         )
+
+
+@contextmanager
+def _store_process() -> Iterator[int]:
+    """Keep a store in a process of its own; yield its port."""
+    connection, remote = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=keep_store, args=(remote,), daemon=True)
+    process.start()
+    try:
+        yield connection.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 @functools.cache
@@ -165,7 +185,7 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if kind.recovers and finished < all_ranks:
         return "did not go on"
     if finished == all_ranks:
-        if kind.recovers:
+        if kind.recovers or kind.may_recover:
             return "recovered" if is_alike else "silent divergence: apart"
         return f"silent divergence: {'alike' if is_alike else 'apart'}"
     others = all_ranks - {culprit}

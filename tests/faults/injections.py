@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.payload import PayloadFormat
@@ -24,6 +25,8 @@ from tests.faults.training import TIMEOUT_SECONDS, Settings, Training
 if TYPE_CHECKING:
     from tests.faults.kinds import Case
 
+_MOST_LOCAL_STEPS = 4
+"""In so many steps every method exchanges."""
 Inject = Callable[[Training, "Case"], None]
 
 
@@ -36,6 +39,10 @@ def come_late(training: Training, case: Case) -> None:
 
 def kill(training: Training, case: Case) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_the_store(training: Training, case: Case) -> None:
+    os.kill(training.store_process, signal.SIGSTOP)
 
 
 def run_out_of_memory(training: Training, case: Case) -> None:
@@ -57,6 +64,16 @@ def poison_with(value: float) -> Inject:
         training.poison = value
 
     return inject
+
+
+def poison_a_layer(training: Training, case: Case) -> None:
+    """Let the gradients of the first layer be NaN in the next backward pass, and no others."""
+
+    def spoil(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        handle.remove()
+        output.register_hook(lambda gradient: gradient * torch.nan)
+
+    handle = training.model[0].register_forward_hook(spoil)  # type: ignore[index]
 
 
 def with_scaler(case: Case) -> Settings:
@@ -93,7 +110,35 @@ def load_own_state(training: Training, case: Case) -> None:
     training.load_state_dict(training.state_dict())
 
 
+def load_state_of_another_run(training: Training, case: Case) -> None:
+    """Load a state of this run, or on the culprit that of another one at the same step."""
+    another = case.method.make(case.method.settings)
+    for index in range(case.step):
+        another.step(index)
+    is_culprit = dist.get_rank() == case.culprit
+    state = (another if is_culprit else training).state_dict()
+    training.load_state_dict(copy.deepcopy(state))
+
+
 # Of the training loop.
+
+
+def make_twin(training: Training, case: Case) -> None:
+    """Begin to train another model in the same processes."""
+    training.twin = case.method.make(case.method.settings)  # type: ignore[attr-defined]
+
+
+def step_in_another_order(training: Training, case: Case) -> None:
+    """Let both runs exchange, in the opposite order on the culprit."""
+    order = [training, training.twin]  # type: ignore[attr-defined]
+    for each in order[::-1] if dist.get_rank() == case.culprit else order:
+        for index in range(_MOST_LOCAL_STEPS):
+            each.step(1000 + index)
+
+
+def replace_parameters(training: Training, case: Case) -> None:
+    values = {name: value.clone() for name, value in training.model.state_dict().items()}
+    training.model.load_state_dict(values, assign=True)
 
 
 def leave_step_out(training: Training, case: Case) -> None:

@@ -17,24 +17,31 @@ from tests.faults.injections import (
     kill,
     leave_step_out,
     load_own_state,
+    load_state_of_another_run,
+    make_twin,
     other,
     other_collective,
     other_compressor,
     other_model,
+    poison_a_layer,
     poison_with,
     record_payload,
     remake,
+    replace_parameters,
     roll_everything_back,
     roll_exchange_back,
     run_out_of_memory,
     save,
     send_last_payload,
+    step_in_another_order,
+    stop_the_store,
     swap_payloads,
     with_scaler,
 )
 from tests.faults.methods import HOOKS, METHODS, OPTIMIZERS, ROUNDS, SHARDED, Method
 from tests.faults.training import Settings
 
+SEEDS = range(2)
 EARLIEST = 3
 """The first step at which there are faults: DDP has rebuilt its buckets."""
 
@@ -65,6 +72,8 @@ class Case:
 
     @property
     def step(self) -> int:
+        if self.kind.is_late:
+            return self.method.steps - 1
         return EARLIEST + random.Random(f"step of {self.name}").randrange(4)
 
     def choose(self, choices: list[Any]) -> Any:
@@ -89,6 +98,9 @@ class Kind:
             failed by itself, or is dead, need not.
         names_anybody: whether it cannot be known on which of several ranks something went wrong.
         may_finish: whether the culprit may finish before the others.
+        may_recover: whether all ranks may go on, alike; otherwise they refuse.
+        needs_store: whether the run has a store of its own.
+        is_late: whether it comes in the last step.
         reason: a regular expression that every rank's message must fit.
     """
 
@@ -103,6 +115,9 @@ class Kind:
     survives: bool = True
     names_anybody: bool = False
     may_finish: bool = False
+    may_recover: bool = False
+    needs_store: bool = False
+    is_late: bool = False
     reason: str = ""
 
 
@@ -112,7 +127,13 @@ def _case(method: str, kind: str, seed: int) -> Case:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return [Case(m, kind) for kind in KINDS.values() for m in METHODS.values() if kind.suits(m)]
+    return [
+        Case(method, kind, seed)
+        for seed in SEEDS
+        for kind in KINDS.values()
+        for method in METHODS.values()
+        if kind.suits(method)
+    ]
 
 
 def _is(*groups: str) -> Callable[[Method], bool]:
@@ -151,9 +172,18 @@ FAMILIES = {
             survives=False,
             reason=r"MemoryError|did not take part",
         ),
+        Kind(
+            "keeps the store, and is stopped",
+            stop_the_store,
+            needs_store=True,
+            may_recover=True,
+            names_anybody=True,
+            reason="key-value store",
+        ),
     ],
     "has gradients that are not finite": [
         Kind("meets a NaN", poison_with(float("nan")), recovers=True),
+        Kind("meets a NaN in one layer", poison_a_layer, recovers=True),
         Kind(
             "overflows under a GradScaler",
             poison_with(float("inf")),
@@ -180,6 +210,12 @@ FAMILIES = {
             load_own_state,
             reason="has loaded a(nother)? state|because rank",
         ),
+        Kind(
+            "loads the state of another run",
+            load_state_of_another_run,
+            everywhere=True,
+            reason="another state|of the run|because rank",
+        ),
     ],
     # Not ranks that share a model: FSDP's own collectives no longer fit then, and gloo ends the
     # process.
@@ -198,6 +234,13 @@ FAMILIES = {
             "exchanges again what all have exchanged",
             exchange_something_else,
             before=exchange_something_else,
+            prepares=True,
+        ),
+        Kind(
+            "exchanges for two models in the other order",
+            step_in_another_order,
+            everywhere=True,
+            before=make_twin,
             prepares=True,
         ),
         Kind(
@@ -225,6 +268,21 @@ FAMILIES = {
             suits=_changes_parameters,
             reason=_DRIFT,
         ),
+        Kind(
+            "has a parameter changed in the last step",
+            change_parameter,
+            suits=_changes_parameters,
+            is_late=True,
+            reason=_DRIFT,
+        ),
+        Kind(
+            "has a parameter of the server changed in the last step",
+            change_parameter_in_rounds,
+            suits=_has_server,
+            is_late=True,
+            reason=_DRIFT,
+        ),
+        Kind("has its parameters replaced", replace_parameters, suits=_is(HOOKS, SHARDED)),
         Kind(
             "has a parameter of the server changed",
             change_parameter_in_rounds,

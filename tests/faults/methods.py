@@ -188,6 +188,7 @@ _SMALL = {
     "ef21": _Small(
         {"compressor": TopK(1 / 8), "memory": Differences()},
         options={"lr": 0.05, "momentum": 0.9},
+        ranks=3,
     ),
     "micro_adam": _Small(
         {

@@ -1,6 +1,7 @@
 """One rank of one case, in a process of its own."""
 
 import hashlib
+import os
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -32,11 +33,20 @@ class Report:
     model: str = ""
 
 
+def keep_store(connection: Connection) -> None:
+    """Keep a store, and tell its port."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("process", str(os.getpid()))
+    connection.send(store.port)
+    connection.recv()
+
+
 def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) -> None:
     """Run one rank to its end and tell how that was; leave when told to."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False))
+    plain = TCPStore("127.0.0.1", port, is_master=False)
+    store = PrefixStore(prefix, plain)
     dist.init_process_group(
         "gloo",
         store=store,
@@ -47,7 +57,8 @@ def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) 
     # Or a rank that is refused at once would leave while others are still connecting to it.
     dist.barrier()
     try:
-        training = _run(case, rank, connection)
+        keeper = int(plain.get("process")) if case.kind.needs_store else 0
+        training = _run(case, rank, keeper, connection)
     except Exception as error:
         report = Report(type(error).__name__, str(error), traceback.format_exc())
         connection.send(report)
@@ -57,13 +68,14 @@ def play(case: Case, rank: int, port: int, prefix: str, connection: Connection) 
     connection.recv()
 
 
-def _run(case: Case, rank: int, connection: Connection) -> Training:
+def _run(case: Case, rank: int, keeper: int, connection: Connection) -> Training:
     kind, is_culprit = case.kind, rank == case.culprit
     settings = case.method.settings
     # All ranks scale, if any does.
     if kind.settings and (is_culprit or kind.recovers):
         settings = kind.settings(case)
     training = case.method.make(settings)
+    training.store_process = keeper
     is_hit = is_culprit or kind.everywhere
     for index in range(case.method.steps):
         if kind.before and (is_hit or kind.prepares) and index == case.step - 2:

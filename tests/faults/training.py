@@ -1,5 +1,6 @@
 """A small training run of every method; a fault changes one of its ranks."""
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from comm_hooks import (
     compression_hook,
     register,
 )
+from comm_hooks.checkpoints.rank_files import save_rank_file
 from comm_hooks.optim import LocalRounds
 from comm_hooks.optim.exchanging import ExchangingOptimizer
 from comm_hooks.shards import local_shards
@@ -70,13 +72,17 @@ class Training(ABC):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if settings.scales else None
         self.poison = 1.0
         """By which the next loss is multiplied."""
+        self.store_process = 0
+        """The process that keeps the store, in runs whose store is their own."""
 
     @abstractmethod
     def step(self, index: int) -> None:
         """Take a step with this rank's minibatch of this number."""
 
-    def finish(self) -> None:  # noqa: B027  # most have nothing left to do
-        """End the run with the same parameters on all ranks."""
+    def finish(self) -> None:
+        """End the run with the same parameters on all ranks, and save it."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_rank_file(self.exchange, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the method."""
@@ -189,6 +195,7 @@ class OptimizerTraining(Training):
     def finish(self) -> None:
         if hasattr(self.optimizer, "synchronize"):
             self.optimizer.synchronize()
+        super().finish()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -232,6 +239,7 @@ class RoundsTraining(Training):
 
     def finish(self) -> None:
         self.rounds.synchronize()
+        super().finish()
 
     def state_dict(self) -> dict[str, Any]:
         return self.rounds.state_dict()
@@ -274,6 +282,7 @@ class ShardedTraining(RoundsTraining):
     def finish(self) -> None:
         if hasattr(self.rounds, "synchronize"):
             self.rounds.synchronize()
+        Training.finish(self)
         self._shown = [parameter.full_tensor().detach() for parameter in self.parameters]
 
     def shown(self) -> list[torch.Tensor]:
