@@ -274,11 +274,7 @@ class Exchange:
         tensors: Mapping[str, torch.Tensor],
         *,
         extras: Mapping[str, torch.Tensor] | None = None,
-        compress: bool | Compressor = True,
-        memory: Memory | None = None,
-        scale: float = 1.0,
-        noise_hook: NoiseHook | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> Round[None]:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
@@ -287,15 +283,8 @@ class Exchange:
         (the loss scale).
         """
         with self.failing_together():
-            yield from self.bucket_round(
-                self.buckets.of(tensors, extras),
-                [*tensors.values(), *(extras or {}).values()],
-                compress=compress,
-                memory=memory,
-                scale=scale,
-                noise_hook=noise_hook,
-                dtype=dtype,
-            )
+            every = [*tensors.values(), *(extras or {}).values()]
+            yield from self.bucket_round(self.buckets.of(tensors, extras), every, **options)
             self.end_step()
 
     def note_health(self, health: torch.Tensor) -> None:

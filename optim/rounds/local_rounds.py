@@ -105,10 +105,11 @@ class LocalRounds(WrappingOptimizer):
     Parameters of the inner optimizer that are frozen (``requires_grad=False``) at construction are
     left out; a step raises an error if they require a gradient later.
 
-    Not supported: weights for clients of different size; ``fragments`` with ``participation``;
-    buffers of clients (batch norm statistics are averaged only where each rank is one client, and
-    the model is registered); parameters added later; copies; loading the states of clients on
-    another number of ranks.
+    A schedule of clients counts rounds: step it after the loop over :meth:`clients`, on all ranks.
+
+    Not supported: ``fragments`` with ``participation``; buffers of clients (batch norm statistics
+    are averaged only where each rank is one client, and the model is registered); parameters added
+    later; copies; loading the states of clients on another number of ranks.
 
     Example::
 
@@ -173,6 +174,7 @@ class LocalRounds(WrappingOptimizer):
         self._nbytes = sum(p.nbytes for p in self.parameters)
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
         self._averaging = AveragingCheck()
+        self._inner_of_round: dict[str, Any] = {}
         self._round = RoundExchange(
             inner,
             exchange,
@@ -225,17 +227,18 @@ class LocalRounds(WrappingOptimizer):
     def hyperparameters(self) -> dict[str, Any]:
         """Return the settings that the next exchange compares between ranks.
 
-        The inner optimizer's hyperparameters are among them unless there are clients, which may
-        have their own.
+        The inner optimizer's hyperparameters are those at the start of a round if there are
+        clients, which may have their own.
         """
         found: dict[str, Any] = {"round": self.round_index}
-        optimizers = {"server": self.server}
+        groups = {"server": hyperparameters_of(self.server.param_groups)}
         if self.participation is None:  # clients may have different amounts of data
             found["local step"] = self.steps
-            optimizers["inner"] = self.inner
-        for name, optimizer in optimizers.items():
-            groups = hyperparameters_of(optimizer.param_groups)
-            found |= {f"{name} {key}": value for key, value in groups.items()}
+            groups["inner"] = hyperparameters_of(self.inner.param_groups)
+        else:
+            groups["inner"] = self._inner_of_round
+        for name, own in groups.items():
+            found |= {f"{name} {key}": value for key, value in own.items()}
         found["buffers"] = self.round_state.buffers.names
         if self.shared_decay:  # which all ranks take at x for the parameters that train
             pairs = zip(self.names(), self.parameters, strict=True)
@@ -361,6 +364,7 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.require_no_round("clients()")
         self.round_state.begin()
         self.round_state.warn_of_losses()
+        self._inner_of_round = hyperparameters_of(self.inner.param_groups)
         with self.exchange.failing_together():
             yield from play_round(self._round, self.participation, self.server, self._conclude)
 

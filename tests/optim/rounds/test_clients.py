@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, TopK
+from comm_hooks import CountSketch, ErrorFeedback, Exchange, Identity, PayloadError, TopK
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors import Compressor
-from comm_hooks.optim import FedAMS, FedLAMB
+from comm_hooks.optim import FedAMS, FedAvg, FedLAMB
 from comm_hooks.optim.rounds import LocalRounds, Participation
 from tests.optim.rounds.problem import (
     SHAPES,
@@ -418,6 +418,34 @@ def test_a_client_that_is_left_out_counts_as_one_without_weight(
     for mine, other in itertools.product([*without, *left_out], alone):
         for value, expected in zip(mine, other, strict=True):
             np.testing.assert_allclose(value, expected, atol=2e-5)
+
+
+def scheduled(within: bool) -> list[float]:
+    """Return the rates of this rank's steps; three of five clients take part in a round."""
+    parameters = make_parameters()
+    draw = Participation(clients=5, fraction=0.6, seed=1)
+    rounds = FedAvg(parameters.items(), Exchange(Identity()), lr=1.0, participation=draw)
+    schedule = torch.optim.lr_scheduler.StepLR(rounds, 1, gamma=0.5)
+    rates = []
+    for index in range(4):
+        for client in rounds.clients():
+            set_gradients(parameters, index, client)
+            rounds.step()
+            rates.append(rounds.param_groups[0]["lr"])
+            if within:
+                schedule.step()
+        if not within:
+            schedule.step()
+    return rates
+
+
+def test_a_schedule_counts_rounds(ranks_of: RanksOf) -> None:
+    first, second = ranks_of(2).run(scheduled, False)
+    assert len(first) + len(second) == 12
+    assert {*first, *second} == {1.0, 0.5, 0.25, 0.125}
+    for outcome in ranks_of(2).outcomes(scheduled, True):
+        assert isinstance(outcome.error, PayloadError)
+        assert "other hyperparameters" in str(outcome.error)
 
 
 def test_leaving_out_belongs_in_the_loop() -> None:
