@@ -5,13 +5,13 @@ import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.faults.kinds import Case
+from tests.faults.kinds import NOTHING, Case
 from tests.faults.methods import SHARDED
 from tests.faults.rank import Report, keep_store, play
 from tests.faults.training import SHARDS, TIMEOUT_SECONDS
@@ -24,6 +24,8 @@ GRACE_SECONDS = 15.0
 
 Two: one until a collective fails, one for the roll call that follows."""
 _START_SECONDS = 60.0
+ALIKE = "silent divergence: alike"
+"""The verdict on a fault of which no rank has said anything."""
 _KINDS_OF_ERRORS = {"ConfigMismatchError", "PayloadError", "PeerError", "ValueError"}
 
 
@@ -61,15 +63,12 @@ class Harness:
 
     def run(self, case: Case) -> Outcome:
         """Run a case and judge it."""
-        prefix = f"case {next(self._numbers)}"
-        if case.kind.needs_store:
-            with _store_process() as port:
-                ranks = _Ranks(case, port, prefix)
-                ranks.watch()
-        else:
-            ranks = _Ranks(case, self._store.port, prefix)
-            ranks.watch()
+        ranks = self._play(case)
         verdict = judge(case, ranks.reports, ranks.codes)
+        if case.kind.may_do_nothing and verdict == ALIKE:
+            undisturbed = self._play(Case(case.method, NOTHING))
+            if ranks.reports == undisturbed.reports:
+                verdict = "recovered"
         details = {}
         if verdict not in ("refused", "recovered"):
             for rank in range(case.method.ranks):
@@ -85,6 +84,14 @@ class Harness:
             round(ranks.seconds, 1),
             details,
         )
+
+    def _play(self, case: Case) -> "_Ranks":
+        """Run all ranks of a case to their ends."""
+        prefix = f"case {next(self._numbers)}"
+        with _store_process() if case.kind.needs_store else nullcontext(self._store.port) as port:
+            ranks = _Ranks(case, port, prefix)
+            ranks.watch()
+        return ranks
 
 
 @contextmanager
@@ -187,7 +194,7 @@ def judge(case: Case, reports: Mapping[int, Report], codes: Mapping[int, int | N
     if finished == all_ranks:
         if kind.recovers or kind.may_recover:
             return "recovered" if is_alike else "silent divergence: apart"
-        return f"silent divergence: {'alike' if is_alike else 'apart'}"
+        return ALIKE if is_alike else "silent divergence: apart"
     others = all_ranks - {culprit}
     # Those that are through are gone for the others, and must be alike.
     through = {culprit} & finished if kind.may_finish else set()

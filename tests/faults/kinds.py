@@ -99,6 +99,7 @@ class Kind:
         names_anybody: whether it cannot be known on which of several ranks something went wrong.
         may_finish: whether the culprit may finish before the others.
         may_recover: whether all ranks may go on, alike; otherwise they refuse.
+        may_do_nothing: whether all ranks may end as without the fault; otherwise they refuse.
         needs_store: whether the run has a store of its own.
         is_late: whether it comes in the last step.
         reason: a regular expression that every rank's message must fit.
@@ -116,13 +117,14 @@ class Kind:
     names_anybody: bool = False
     may_finish: bool = False
     may_recover: bool = False
+    may_do_nothing: bool = False
     needs_store: bool = False
     is_late: bool = False
     reason: str = ""
 
 
 def _case(method: str, kind: str, seed: int) -> Case:
-    return Case(METHODS[method], KINDS[kind], seed)
+    return Case(METHODS[method], {**KINDS, NOTHING.name: NOTHING}[kind], seed)
 
 
 def cases() -> list[Case]:
@@ -309,11 +311,13 @@ FAMILIES = {
         Kind(
             "sends a flipped bit",
             flip_sent_bit,
+            may_do_nothing=True,  # the last bit of a number that counts only rounded
             reason="damaged|not one of|because rank",
         ),
         Kind(
             "receives a flipped bit",
             flip_received_bit,
+            may_do_nothing=True,
             names_anybody=True,
             reason="damaged|not one of",
         ),
@@ -332,4 +336,5 @@ FAMILIES = {
         ),
     ],
 }
+NOTHING = Kind("nothing happens", recovers=True)
 KINDS = {kind.name: kind for kinds in FAMILIES.values() for kind in kinds}

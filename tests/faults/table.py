@@ -79,8 +79,8 @@ _PAGE = """# Faults
 
 One rank of a training run misbehaves. Every case is a run of its own: 2 to 4 processes joined by
 gloo, with a timeout of {timeout:g} seconds, a small model, and one fault, at a step and a rank that
-are drawn from the case's name. Sharded models are divided by FSDP over two ranks each of two nodes,
-which exchange shard by shard.
+are drawn from the case's name; each kind and method twice. A run ends by saving its state. Sharded models are
+divided by FSDP over two ranks each of two nodes, which exchange shard by shard.
 
 {totals}
 
@@ -89,7 +89,9 @@ which exchange shard by shard.
   others; the others then name the missing rank. Where a model is sharded, this holds for the
   partner of the faulty rank; the other ranks meet the fault inside FSDP, and may end in torch's own
   words.
-* **recovered**: all ranks went on, and ended with the same parameters, bit for bit.
+* **recovered**: all ranks went on, and ended with the same parameters, bit for bit. With a stopped
+  store this needs no new connection. A flipped bit counts here if the run ends as an undisturbed
+  one.
 
 {table}
 
