@@ -10,6 +10,7 @@ from tests.faults.rank import Report
 from tests.faults.table import PAGE, RECORDS, page, read_records, totals
 
 FEW = [
+    ("has no memory left in a round", "topk, sharded"),
     ("meets a NaN", "topk, bucket"),
     ("overflows under a GradScaler", "LocalRounds, fragments"),
     ("goes back to an older checkpoint of everything", "OneBitAdam"),
@@ -26,7 +27,6 @@ MORE = [
     ("is killed", "count_sketch"),
     ("comes later than the timeout", "LocalRounds, FSDP"),
     ("is killed", "LocalVarianceAdam, FSDP"),
-    ("has no memory left in a round", "topk, sharded"),
     ("meets a NaN", "EF21"),
     ("overflows under a GradScaler", "low_communication, FSDP"),
     ("goes back to an older state of the exchange", "srht"),
