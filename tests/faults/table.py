@@ -79,8 +79,8 @@ _PAGE = """# Faults
 
 One rank of a training run misbehaves. Every case is a run of its own: 2 to 4 processes joined by
 gloo, with a timeout of {timeout:g} seconds, a small model, and one fault, at a step and a rank that
-are drawn from the case's name; each kind and method twice. A run ends by saving its state. Sharded models are
-divided by FSDP over two ranks each of two nodes, which exchange shard by shard.
+are drawn from the case's name; each kind and method twice. A run ends by saving its state. Sharded
+models are divided by FSDP over two ranks each of two nodes, which exchange shard by shard.
 
 {totals}
 
