@@ -38,7 +38,6 @@ from comm_hooks.optim.rounds.algorithms import (
     FedAvg,
     FedLAMB,
     LocalAdamW,
-    LocalLaProp,
     MuLoCo,
     SparseLoCo,
 )
@@ -235,7 +234,6 @@ _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] 
     ),
     "low_communication": (low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
     "local_adamw": (LocalAdamW, Defaults.of_adamw),
-    "local_laprop": (LocalLaProp, Defaults.of_adamw),
     "one_bit_adam": (OneBitAdam, Defaults.freezing),
     "one_bit_lamb": (OneBitLamb, Defaults.freezing),
     "zero_one_adam": (ZeroOneAdam, lambda d: d.of_adamw(var_freeze_step=max(1, d.steps // 2))),

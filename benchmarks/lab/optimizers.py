@@ -22,7 +22,6 @@ NOTES: Mapping[str, str] = {
     "local_variance_adam": "normalizes on each rank before it exchanges",
     "low_communication": "rounds for a budget of bits per parameter and step",
     "local_adamw": "LocalRounds: local AdamW, compressed deltas",
-    "local_laprop": "LocalRounds: local LaProp, compressed deltas",
     "safl": "sketched deltas of local SGD, Adam on the server",
 }
 """Remarks for the table, by the name of the optimizer."""

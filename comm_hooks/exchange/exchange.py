@@ -348,16 +348,8 @@ class Exchange:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
                 or a noise_hook that does not fit the settings.
         """
-        self.transport.run(
-            self.round(
-                tensors,
-                extras=extras,
-                compress=compress,
-                memory=memory,
-                noise_hook=noise_hook,
-                dtype=dtype,
-            )
-        )
+        options = {"compress": compress, "memory": memory, "noise_hook": noise_hook}
+        self.transport.run(self.round(tensors, extras=extras, dtype=dtype, **options))
 
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous float32 tensors of these names and shapes, to fill and then average.

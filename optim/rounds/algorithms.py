@@ -7,13 +7,12 @@ more clients than ranks.  The settings of a parameter group, such as ``lr``, are
 optimizer; in :class:`SAFL` they are those of the server optimizer.
 """
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
@@ -21,7 +20,6 @@ from comm_hooks.memory.error_feedback import ErrorFeedback
 from comm_hooks.optim.adam import Adam, AMSGrad
 from comm_hooks.optim.base import block
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.laprop import LaProp
 from comm_hooks.optim.muon_adamw import MuonAdamW
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.optim.rounds.participation import ClientSampling
@@ -155,8 +153,6 @@ class LocalAdamW(LocalRounds):
         compressor="topk", density=1 / 16, value_bits=1, index_code="rice", exempt_bits=16
     )
 
-    _make_inner: ClassVar[Callable[..., Optimizer]] = functools.partial(AdamW, fused=True)
-
     def __init__(
         self,
         params: ParamsT,
@@ -174,18 +170,12 @@ class LocalAdamW(LocalRounds):
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
         own, plain = _groups(params)
         super().__init__(
-            type(self)._make_inner(own, **settings),
+            AdamW(own, **settings, fused=True),
             exchange,
             SGD(plain, lr=outer_lr, momentum=outer_momentum),
             local_steps=local_steps,
             fragments=fragments,
         )
-
-
-class LocalLaProp(LocalAdamW):
-    """:class:`LocalAdamW` with :class:`~comm_hooks.optim.LaProp` as the inner optimizer."""
-
-    _make_inner = LaProp
 
 
 def _groups(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:

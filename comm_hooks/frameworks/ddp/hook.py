@@ -279,8 +279,10 @@ class CompressionState:
             return average_sparse(exchange, buffer)  # a bucket of one parameter
         self._buffers.append(buffer)
         parameters, gradients = bucket.parameters(), gradients_in(bucket)
-        scale = float(self.loss_scale()) if self.loss_scale else 1.0
-        compress = exchange.step >= self.start_compression_step
+        options: dict[str, Any] = {
+            "compress": exchange.step >= self.start_compression_step,
+            "scale": float(self.loss_scale()) if self.loss_scale else 1.0,
+        }
 
         def round_(part: list[int]) -> Round[torch.Tensor]:
             own = [parameters[place] for place in part]
@@ -288,12 +290,7 @@ class CompressionState:
                 tensors = [gradients[place] for place in part]
                 own_bucket = exchange.buckets.of_parameters(own, tensors, self._name)
                 yield from exchange.bucket_round(
-                    own_bucket,
-                    tensors,
-                    compress=compress,
-                    scale=scale,
-                    replica=own,
-                    partial=True,
+                    own_bucket, tensors, replica=own, partial=True, **options
                 )
             return buffer
 

@@ -45,7 +45,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
     @torch.no_grad()
     @exchange.failing_together()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
-        scale, compress = _loss_scale(engine), compresses()
+        options: dict[str, Any] = {"scale": _loss_scale(engine), "compress": compresses()}
         # As DeepSpeed would send them, though it accumulates in float32.
         dtype = torch.bfloat16 if engine.communication_data_type == torch.bfloat16 else None
         averaged: list[torch.Tensor] = []
@@ -53,14 +53,7 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
             bucket = exchange.buckets.of_parameters(
                 parameters, tensors, engine.param_names.__getitem__
             )
-            round_ = exchange.bucket_round(
-                bucket,
-                tensors,
-                compress=compress,
-                scale=scale,
-                partial=True,
-                dtype=dtype,
-            )
+            round_ = exchange.bucket_round(bucket, tensors, partial=True, dtype=dtype, **options)
             exchange.transport.run(round_)
             averaged += tensors
         _end_step(exchange, averaged)
