@@ -107,10 +107,8 @@ class IndependenceProbe:
         leaves = [leaf[finite.to(leaf.device)] for leaf in leaves]
         few = [leaf[:_MOST_ROWS] for leaf in leaves]
         self._compare_replaced(few)
-        everywhere = list(self._model.modules())
-        dropouts = [m for m in everywhere if isinstance(m, (_DropoutNd, nn.MultiheadAttention))]
-        for modules in ([], dropouts, everywhere):
-            with _evaluated(modules):
+        for modules in ([], dropouts_of(self._model), list(self._model.modules())):
+            with evaluated(modules):
                 if not self._is_random(few):
                     self._compare_left_out(few, leaves)
                     break
@@ -230,8 +228,13 @@ def _extreme(leaves: list[torch.Tensor], others: list[int], sign: float) -> list
     return changed
 
 
+def dropouts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that draw random numbers in training mode only."""
+    return [m for m in model.modules() if isinstance(m, (_DropoutNd, nn.MultiheadAttention))]
+
+
 @contextmanager
-def _evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
+def evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put modules, without their submodules, into ``eval()`` mode within the context."""
     modes = [(module, module.training) for module in modules]
     for module in modules:

@@ -1,6 +1,5 @@
 """Per-sample gradients by the hooks of Opacus.  Needs ``comm-hooks[dp]``."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -8,12 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.gradients.clipping import (
-    BatchClipper,
-    LossFunction,
-    sample_norms,
-)
+from comm_hooks.optim.private.gradients.batches import BatchClipper
+from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.optim.private.gradients.independence import IndependenceProbe, sample_losses
 from comm_hooks.optim.private.gradients.per_sample import require_used, unwrapped
 from comm_hooks.requirements import require_kind
@@ -27,9 +22,6 @@ except ImportError as error:
 # Raised by a first layer, since its inputs need no gradient.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
 
-# The number of samples of the first batch for which Opacus's norm is compared with their own.
-_COMPARED = 8
-
 
 class OpacusGradients(BatchClipper):
     """The sum of clipped per-sample gradients that the hooks of Opacus compute.
@@ -40,15 +32,15 @@ class OpacusGradients(BatchClipper):
 
     The hooks are enabled in :meth:`backward` only, so that the model can be called and
     differentiated elsewhere as usual.  The loss function is checked: in the first batch of two
-    samples by :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`, and by
-    comparing Opacus's norms with those of the samples' own gradients; in every batch by the writes
-    of the forward pass to the model, and by the number of rows in every layer.
+    samples by :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`; in
+    every batch by the writes of the forward pass to the model, and by the number of rows in every
+    layer.  A batch of one sample is differentiated as usual.
 
     Args:
         module: the model, as it is, in ``DistributedDataParallel``, or in a wrapper of Opacus.
             Hooks are attached to it; those of an earlier training are replaced.
         loss_function, max_grad_norm, micro_batch_size: see
-            :class:`~comm_hooks.optim.private.gradients.clipping.BatchClipper`.  The loss function
+            :class:`~comm_hooks.optim.private.gradients.batches.BatchClipper`.  The loss function
             gets the model inside of all wrappers.
 
     Raises:
@@ -88,53 +80,40 @@ class OpacusGradients(BatchClipper):
         )
         self._names = list(named)
         self._probe = IndependenceProbe(model, loss_function)
-        self._is_compared = False
         self._forget()
         self._hooks.disable_hooks()
 
-    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
-        must_compare = self._probe.look(batch) and not self._is_compared
-        try:
-            with torch.enable_grad():
+    def _look_at(self, batch: Any, size: int) -> None:
+        self._probe.look(batch)
+
+    def _losses(self, batch: Any, size: int) -> torch.Tensor:
+        return sample_losses(self._model, self._loss_function, batch, size)
+
+    def _differentiate(self, batch: Any, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        found: Sequence[Any]
+        with torch.enable_grad():
+            if size == 1:  # hooks might miss a use of a weight: a plain gradient does not
+                losses = self._losses(batch, size)
+                found = self._gradient(losses)
+                require_used(self._names, found)
+                return losses.detach(), [cast(torch.Tensor, each)[None] for each in found]
+            try:
                 self._forget()
                 self._hooks.enable_hooks()
-                losses = sample_losses(self._model, self._loss_function, batch, size)
-                if not losses.requires_grad:
-                    require_used(self._names, [None] * len(self._names))
-                torch.autograd.grad(
-                    losses.sum(), self.parameters, retain_graph=must_compare, allow_unused=True
-                )
+                losses = self._losses(batch, size)
+                self._gradient(losses)
                 self._hooks.disable_hooks()
-                gradients = [cast(Any, p).grad_sample for p in self.parameters]
-                self._require_rows(gradients, size)
-                if must_compare:
-                    self._compare(losses, gradients)
-                self._add_samples(gradients)
-        finally:
-            self._hooks.disable_hooks()
-            self._forget()
-        return losses.detach()
+                found = [cast(Any, p).grad_sample for p in self.parameters]
+                self._require_rows(found, size)
+                return losses.detach(), found
+            finally:
+                self._hooks.disable_hooks()
+                self._forget()
 
-    def _compare(self, losses: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-        """Raise ``PrivacyError`` if rows of Opacus's gradients belong to other samples."""
-        norms = sample_norms([gradient.detach().float() for gradient in gradients])
-        norms = norms.to(losses.device)
-        if len(losses) < 2 or not bool((losses.isfinite() & norms.isfinite()).all()):
-            return  # 0 x infinity, of another sample, would spoil the gradient of one
-        # Norms are added up in float32, whatever the gradients are.
-        tolerance = 4 * math.sqrt(max(self._probe.epsilon, torch.finfo(torch.float32).eps))
-        for row in range(min(len(losses), _COMPARED)):
-            own = torch.autograd.grad(
-                losses[row], self.parameters, retain_graph=True, materialize_grads=True
-            )
-            expected = float(sample_norms([gradient[None].float() for gradient in own]))
-            if abs(float(norms[row]) - expected) > tolerance * expected + 1e-30:
-                raise PrivacyError(
-                    f"the gradient of a sample has norm {expected:g}, and Opacus finds "
-                    f"{float(norms[row]):g}, so it would be clipped wrongly: every layer must get "
-                    'the samples in the order of the batch. Or set grad_sample_mode="functorch"'
-                )
-        self._is_compared = True
+    def _gradient(self, losses: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        if not losses.requires_grad:
+            require_used(self._names, [None] * len(self._names))
+        return torch.autograd.grad(losses.sum(), self.parameters, allow_unused=True)
 
     def _require_rows(self, found: list[Any], size: int) -> None:
         """Raise ``ValueError`` unless every layer has seen every sample once, in one row."""

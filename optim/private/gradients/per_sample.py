@@ -1,6 +1,5 @@
 """Clipped sums of per-sample gradients, computed by ``torch.func``."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -13,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from comm_hooks.frameworks.ddp.model import is_replicated
-from comm_hooks.optim.private.gradients.clipping import BatchClipper, LossFunction
-from comm_hooks.optim.private.random_states import random_states_kept
+from comm_hooks.optim.private.gradients.batches import BatchClipper
+from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.requirements import require_kind
 
 
@@ -82,35 +81,27 @@ class PerSampleGradients(BatchClipper):
         )
         self._loss = loss
         self._names = list(named)
-        self._checked = False
-        self._carry: _Carry | None = None
-        self._differentiate = vmap(
+        self._is_checked = False
+        self._vmapped = vmap(
             grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
         )
 
-    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
-        if not self._checked or self._carry:
-            self._look_at(batch, size)
+    def _look_at(self, batch: Any, size: int) -> None:
+        if not self._is_checked:
+            self._check_loss(pytree.tree_map(lambda tensor: tensor[:1], batch))
+            self._is_checked = True
+
+    def _losses(self, batch: Any, size: int) -> torch.Tensor:
+        loss: torch.Tensor = functional_call(self._loss, self._buffers(), (batch,))
+        return loss
+
+    def _differentiate(self, batch: Any, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
         # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
         on_cpu = self.parameters[0].device.type == "cpu"
         with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
-            gradients, losses = self._differentiate(values, self._buffers(), batch)
-        self._add_samples([gradients[name] for name in self._names])
-        return losses.detach()
-
-    def _look_at(self, batch: Any, size: int) -> None:
-        """Check the loss function with the first batches, before any gradient is added up."""
-        first, last = (
-            pytree.tree_map(lambda tensor, of=place: tensor[of : of + 1], batch)
-            for place in (0, size - 1)
-        )
-        if not self._checked:
-            self._carry = _Carry(self._loss, last)
-            self._check(first)
-            self._checked = True
-        elif self._carry and self._carry.check(first):
-            self._carry = None
+            gradients, losses = self._vmapped(values, self._buffers(), batch)
+        return losses.detach(), [gradients[name] for name in self._names]
 
     def _sample_loss(
         self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any
@@ -123,7 +114,7 @@ class PerSampleGradients(BatchClipper):
         # Copies, so that a forward pass cannot keep anything of a sample.
         return {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
 
-    def _check(self, batch_of_one: Any) -> None:
+    def _check_loss(self, batch_of_one: Any) -> None:
         """Raise ``ValueError`` for a wrong loss shape, written buffers or unused parameters."""
         buffers = self._buffers()
         with torch.enable_grad():
@@ -145,50 +136,6 @@ class PerSampleGradients(BatchClipper):
         if loss.requires_grad:
             used = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         require_used(self._names, used, "model.")
-
-
-class _Carry:
-    """A test whether a loss module keeps data of a sample in an attribute that is no buffer.
-
-    Args:
-        loss: the loss module; it has not been called under ``vmap`` yet.
-        sample: a batch of one sample.
-    """
-
-    def __init__(self, loss: nn.Module, sample: Any) -> None:
-        self._sample = pytree.tree_map(torch.clone, sample)
-        self._losses: tuple[nn.Module, nn.Module] | None
-        try:
-            self._losses = copy.deepcopy(loss), copy.deepcopy(loss)
-        except Exception:  # a loss that cannot be copied cannot be tested
-            self._losses = None
-
-    def check(self, sample: Any) -> bool:
-        """Raise ``ValueError`` if a sample's loss depends on the sample of the previous call.
-
-        Returns:
-            False if the test needs another sample, since this one equals the first; else True.
-        """
-        if self._losses is None:
-            return True
-        pairs = zip(pytree.tree_leaves(sample), pytree.tree_leaves(self._sample), strict=True)
-        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
-            return False
-        device, found = pytree.tree_leaves(sample)[0].device, []
-        for loss, before in zip(self._losses, (self._sample, sample), strict=True):
-            for each in (before, sample):  # both draw the same
-                with torch.no_grad(), random_states_kept([device]):
-                    last = loss(each)
-            found.append(last)
-        # Some kernels add in another order each time.
-        rtol = torch.finfo(found[0].dtype).eps ** 0.5
-        if not torch.allclose(found[0], found[1], rtol=rtol, atol=0, equal_nan=True):
-            raise ValueError(
-                "the forward pass keeps something of a sample that changes the loss of the next "
-                "sample, and clipping does not bound this effect. Look for tensors in attributes "
-                "of modules (not buffers) that one forward pass writes and the next one reads"
-            )
-        return True
 
 
 class _Loss(nn.Module):

@@ -1,0 +1,195 @@
+"""A check, throughout the training, that a sample has the gradient that it has alone."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients.clipping import sample_norms
+from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated
+from comm_hooks.optim.private.random_states import random_states_kept
+
+RATE = 64
+"""One of so many batches is looked at, besides the first of each kind."""
+_ROWS = 4
+"""So many samples of the first batch of a kind are looked at."""
+
+# Roundings of coarser dtypes turn some activations off or on, and with them parts of a gradient.
+_COARSE = 1e-4
+# Neither the program's generators, whose numbers would change, nor numbers that others know.
+_random = random.SystemRandom()
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A sample of a batch that was differentiated alone: its row, loss and gradient."""
+
+    row: int
+    loss: float
+    gradient: list[torch.Tensor]
+
+
+class AloneCheck:
+    """Compares samples of a batch with themselves alone, before anything of it is released.
+
+    Clipping bounds what a sample changes if its row of the per-sample gradients is the gradient of
+    its own loss.  It is not if the loss depends on other samples, now or since a warm-up; if a
+    layer's rows are in another order; if a weight is used where hooks do not look; or if the model
+    keeps something of the samples before.  All of that changes what a sample gives alone:
+
+    1. some samples, drawn at random, are differentiated alone, by an ordinary backward pass, and
+       the first of them once more after the others;
+    2. they must give the same losses and gradients as in the batch, and the first one the same as
+       before.
+
+    This is done with the first batch of every kind (shapes, dtypes, number of samples within a
+    factor of two), and with one of :data:`RATE` others, drawn at random.  A loss that changes with
+    the state of the random number generators is looked at with dropout, or if needed all modules,
+    in ``eval()`` mode.
+
+    A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs; of
+    gradients of 16 bits (and TF32) half of the norm.
+    A leak in a share s of the batches is found after 64 / s of them in expectation.
+
+    Args:
+        model: the model that is trained.
+        losses: returns the loss of each sample, (B,), of a batch and its number of samples.
+        parameters: the trainable parameters.
+
+    Not detected: dependence in training mode only, of a random model; a loss that draws random
+    numbers by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Callable[[Any, int], torch.Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._model = model
+        self._losses = losses
+        self._parameters = parameters
+        self._kinds: set[Any] = set()
+        self._devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
+        self._epsilon = max(torch.finfo(p.dtype).eps for p in parameters)
+        if any(p.is_cuda and p.dtype is torch.float32 for p in parameters):
+            self._epsilon = max(self._epsilon, 2.0**-10)  # TF32
+        self.modules: list[nn.Module] = []
+        """The modules that are put into ``eval()`` mode to compare."""
+
+    def mode(self) -> AbstractContextManager[None]:
+        """Return the context in which samples are compared."""
+        return evaluated(self.modules)
+
+    def differentiate(self, batch: Any) -> list[Alone]:
+        """Return samples of a batch that were differentiated alone; none if it is not its turn.
+
+        Raises:
+            PrivacyError: if a sample alone gives another gradient after others.
+        """
+        leaves, structure = pytree.tree_flatten(batch)
+        size = len(leaves[0])
+        kind = size.bit_length(), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        is_first = kind not in self._kinds
+        if not is_first and _random.randrange(RATE):
+            return []
+        rows = _random.sample(range(size), min(size, _ROWS if is_first else 2))
+        if not self._kinds and not self._find_mode(leaves, structure, rows[0]):
+            return []
+        self._kinds.add(kind)
+        with self.mode():
+            found = [self._alone(leaves, structure, row) for row in (*rows, rows[0])]
+        _require_same(self._differ(found[-1], found[0]))
+        return found[:-1]
+
+    def compare(
+        self, found: Sequence[Alone], losses: torch.Tensor, gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Raise ``PrivacyError`` if samples have other losses or gradients in their batch.
+
+        Args:
+            found: from :meth:`differentiate`.
+            losses: of all samples, (B,).
+            gradients: of all samples, one (B, ...) per parameter.
+        """
+        norms = sample_norms([gradient.detach().float() for gradient in gradients])
+        usual = float(norms[norms.isfinite()].mean()) if norms.isfinite().any() else 0.0
+        for each in found:
+            own = [gradient[each.row] for gradient in gradients]
+            if self._differ(each, Alone(each.row, float(losses[each.row]), own), usual):
+                raise PrivacyError(
+                    f"a sample has a gradient of norm {_norm(each.gradient):g} alone, and of "
+                    f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
+                    "loss of a sample may depend on this sample only, and every layer must get "
+                    "the samples in the order of the batch, and use its weights itself"
+                )
+
+    def _find_mode(self, leaves: list[torch.Tensor], structure: Any, row: int) -> bool:
+        """Find the modules whose ``eval()`` makes the loss deterministic; return if there are."""
+        for modules in ([], dropouts_of(self._model), list(self._model.modules())):
+            self.modules = modules
+            with self.mode():
+                draws = 0, 0, 17
+                one, again, other = (self._alone(leaves, structure, row, n) for n in draws)
+            _require_same(self._differ(one, again))
+            if not self._differ(one, other):
+                return True
+        return False
+
+    def _alone(
+        self, leaves: list[torch.Tensor], structure: Any, row: int, draws_before: int = 0
+    ) -> Alone:
+        batch = pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
+        with (
+            random_states_kept(self._devices),
+            torch.enable_grad(),
+            saved_tensors_hooks(self._note, lambda tensor: tensor),
+        ):
+            for device in (torch.device("cpu"), *self._devices):
+                torch.rand(draws_before, device=device)
+            loss = self._losses(batch, 1).sum()
+            gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
+            if loss.requires_grad:
+                gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        pairs = zip(gradient, self._parameters, strict=True)
+        return Alone(row, float(loss), [torch.zeros_like(p) if g is None else g for g, p in pairs])
+
+    def _differ(self, one: Alone, other: Alone, usual: float = 0.0) -> bool:
+        """Return whether losses or gradients differ, whose norm is usually of this size."""
+        tolerance = 4 * math.sqrt(self._epsilon)
+        distance = abs(one.loss - other.loss)
+        if math.isfinite(distance) and distance > tolerance * abs(one.loss):
+            return True
+        if self._epsilon > _COARSE:
+            tolerance = 0.5
+        pairs = zip(one.gradient, other.gradient, strict=True)
+        distance = _norm([a.double() - b.double() for a, b in pairs])
+        # 0 x infinity, of samples that do not count, is no difference.
+        largest = max(_norm(one.gradient), usual)
+        return math.isfinite(distance) and distance > tolerance * largest + 1e-30
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            self._epsilon = max(self._epsilon, torch.finfo(tensor.dtype).eps)
+        return tensor
+
+
+def _require_same(differs: bool) -> None:
+    if differs:
+        raise PrivacyError(
+            "the gradient of a sample changes with the samples before it: let the model keep "
+            "nothing of its inputs, in attributes of modules for instance, and draw random "
+            "numbers from the default generators of torch, NumPy or Python"
+        )
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in tensors))

@@ -1,0 +1,144 @@
+"""A sample gets the gradient that it has alone, in every batch and at every moment."""
+
+from collections import deque
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients import alone
+from comm_hooks.optim.private.gradients.opacus import OpacusGradients
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+
+C = 1e-3
+KINDS = [OpacusGradients, PerSampleGradients]
+WRONG = "alone, and of .* in its batch"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def draw(rows: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, 8, generator=generator),
+        torch.randint(8, (rows,), generator=generator),
+    )
+
+
+def entropies(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def size(gradients: Any) -> float:
+    return float(torch.cat([t.flatten() for t in gradients.take().tensors]).norm())
+
+
+class UsesWeightTwice(nn.Module):
+    """Calls a layer, and multiplies by its weight once more, which no hook sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) + 30 * F.linear(inputs, self.layer.weight)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_a_batch_of_one_sample_is_clipped(micro_batch_size: int | None) -> None:
+    gradients = OpacusGradients(UsesWeightTwice(), entropies, C, micro_batch_size=micro_batch_size)
+    for seed in range(3):
+        gradients.backward(draw(1 if micro_batch_size is None else 3, seed))
+    assert size(gradients) <= 9 * C
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_a_use_that_hooks_do_not_see_is_refused(rows: int) -> None:
+    with pytest.raises(PrivacyError, match=WRONG):
+        OpacusGradients(UsesWeightTwice(), entropies, C).backward(draw(rows))
+
+
+class Mixes(torch.autograd.Function):
+    """A product with a rule for vmap that takes its factor from all samples."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return Mixes.apply(x) * (1 + x.detach().mean()), 0
+
+
+def test_a_rule_for_vmap_that_mixes_is_refused() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return Mixes.apply(model(batch[0])).sum(1)
+
+    with pytest.raises(PrivacyError, match=WRONG):
+        PerSampleGradients(nn.Linear(8, 8), loss, C).backward(draw(9))
+
+
+class Later:
+    """A loss of single samples that compares them after a number of batches."""
+
+    def __init__(self, calls: int) -> None:
+        self.batches, self.from_ = 0, calls
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = entropies(model, batch)
+        return losses if self.batches < self.from_ else losses * losses.detach().mean()
+
+
+class Queue(nn.Module):
+    """A layer that compares with what it has seen, once it has seen enough."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.layer, self.length = nn.Linear(8, 8), length
+        self.seen: deque[torch.Tensor] = deque(maxlen=64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(inputs)
+        self.seen.extend(inputs.detach())
+        if len(self.seen) < self.length:
+            return hidden
+        return hidden * (1 + torch.stack(list(self.seen)).mean(0))
+
+
+@pytest.mark.parametrize("kind", [OpacusGradients])
+@pytest.mark.parametrize("way", ["loss", "memory"])
+def test_what_begins_later_is_found_at_a_random_batch(kind: Any, way: str) -> None:
+    loss: Any = Later(9) if way == "loss" else entropies
+    model = nn.Linear(8, 8) if way == "loss" else Queue(64)
+    gradients = kind(model, loss, C)
+    with mock.patch.object(alone, "RATE", 3), pytest.raises(PrivacyError):  # noqa: PT012
+        for seed in range(300):
+            gradients.backward(draw(6, seed))
+            if way == "loss":
+                loss.batches += 1
+    if way == "loss":
+        assert 9 <= loss.batches < 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_nobody_is_accused(kind: Any, dropout: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 8)]
+    gradients = kind(nn.Sequential(*layers), entropies, C)
+    with mock.patch.object(alone, "RATE", 1):
+        for seed in range(40):
+            gradients.backward(draw(1 + seed % 9, seed))
+    assert gradients.take().samples > 100
