@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,13 @@ _FLOATS = Identity()
 _REPORTED = "_comm_hooks_reported"  # an attribute of errors that the other ranks know of
 
 
+class Gate(Protocol):
+    """Decides which rounds an exchange carries out."""
+
+    def require_open(self) -> None:
+        """Raise ``ValueError`` if there may be no round now."""
+
+
 class Exchange:
     """Averages named tensors over ranks through a compressor.
 
@@ -80,6 +87,7 @@ class Exchange:
         buckets: the sets of tensors exchanged so far, with their workspaces.
         steps_per_round: the number of steps of the optimizer between two rounds.
         owner_counts: whether the owner counts the bytes that :meth:`stats` compares with.
+        gate: asked before every round, if there is one.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
@@ -134,6 +142,7 @@ class Exchange:
         self._checks = PendingChecks()
         self._transaction = Transaction()
         self.owner_counts = False
+        self.gate: Gate | None = None
         self.steps_per_round = 1.0
         self._compared_at = 0
         _exchanges.add(self)
@@ -416,6 +425,7 @@ class Exchange:
                 :meth:`end_step`, and only if all buckets were finite.
         """
         with self.failing_together():
+            self.require_open()
             if isinstance(compress, Compressor):
                 self.settings.check(compress)
             yield from self.agree()
@@ -485,6 +495,7 @@ class Exchange:
         """
         own, limit = self.transport.rank, largest_in(output[0].dtype) if output else None
         with self.failing_together():
+            self.require_open()
             verify = self.verifies()
             context = [
                 RoundContext(
@@ -510,6 +521,11 @@ class Exchange:
             self._traffic.sent += route.traffic
             yield from route.reduce(context, factor=factor)
             (context[own].mean or layouts[own]).store(output)
+
+    def require_open(self) -> None:
+        """Raise ``ValueError`` if :attr:`gate` allows no round now."""
+        if self.gate is not None:
+            self.gate.require_open()
 
     def verifies(self, *, is_new: bool = False) -> bool:
         """Return whether ranks compare a fingerprint of their parameters in this step.

@@ -21,6 +21,7 @@ def average_sparse(
 
 
 def _round(exchange: Exchange, gradient: torch.Tensor) -> Round[torch.Tensor]:
+    exchange.require_open()
     yield from exchange.agree()
     ranks = exchange.transport.world_size
     indices, values = gradient.indices(), gradient.values()

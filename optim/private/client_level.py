@@ -18,6 +18,7 @@ from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
+from comm_hooks.optim.private.noise.gate import Gate
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
@@ -122,6 +123,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     _secret: Secret | None = field(default=None, init=False, repr=False)
     _rounds: int = field(default=0, init=False, repr=False)
     releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)
+    gate: Gate = field(default_factory=Gate, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_positive(self, "clients", self.clients)
@@ -131,6 +133,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     def prepare(self, exchange: Exchange) -> None:
         exchange.state.provenance = self.releases
+        exchange.gate = self.gate
 
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Write a round to the ledger; return its drawn clients: per turn one or None per rank."""
@@ -249,11 +252,11 @@ class _PrivateCollection(Collection):
         message, memory = self._pending
         exchange = self.exchange
         tensors = list(message.values())
-        exchange.transport.run(
-            exchange.bucket_round(
-                exchange.buckets.of(message), tensors, memory=memory, noise_hook=self._guard
+        bucket = exchange.buckets.of(message)
+        with self._participation.gate.open():
+            exchange.transport.run(
+                exchange.bucket_round(bucket, tensors, memory=memory, noise_hook=self._guard)
             )
-        )
         torch._foreach_mul_(tensors, exchange.transport.world_size)
         return tensors
 

@@ -13,6 +13,7 @@ from comm_hooks.exchange import noise_hook as hooks
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
+from comm_hooks.optim.private.noise.gate import Gate
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Place, Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
@@ -134,6 +135,7 @@ class GaussianMechanism(Settled, Unrepeatable):
             )
         if place == "central":
             require_owners(exchange)
+        self._gate = exchange.gate = Gate()
         self._secret = Secret() if secret is None else secret
         self._shared_secret: Secret | None = None
         self._step = 0
@@ -202,7 +204,8 @@ class GaussianMechanism(Settled, Unrepeatable):
             )
         else:
             self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
-        yield from exchange.bucket_round(bucket, tensors, noise_hook=noise_hook)
+        with self._gate.open():
+            yield from exchange.bucket_round(bucket, tensors, noise_hook=noise_hook)
         exchange.end_step()
         torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
         unit = (std / verdict.std / self.expected_batch_size) ** 2
