@@ -1,5 +1,6 @@
 """The privacy engine: makes training differentially private, and computes epsilon."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -207,7 +208,7 @@ class PrivacyEngine:
         *,
         target_epsilon: float,
         target_delta: float,
-        steps: int,
+        steps: float,
         sample_rate: float,
         **settings: Any,
     ) -> tuple[nn.Module, DPOptimizer, DataLoader[Any]]:
@@ -218,20 +219,26 @@ class PrivacyEngine:
 
         Args:
             target_epsilon, target_delta: the privacy budget.
-            steps: the number of steps to be taken (``epochs / sample_rate``).
+            steps: the number of steps to be taken, such as ``epochs / sample_rate``; rounded up.
             sample_rate: see :meth:`make_private`.
             settings: the other arguments of :meth:`make_private`.
 
         Raises:
             ValueError: for a budget that no noise multiplier keeps, and as :meth:`make_private`.
         """
+        require_within(self, "steps", steps, "(0, inf)")
+        if "noise_multiplier" in settings:
+            raise ValueError(
+                "PrivacyEngine: noise_multiplier follows from the budget: pass it to "
+                "make_private() instead"
+            )
         exchange = settings.get("exchange") or _dense_exchange()
         self._share_history(exchange.transport)
         noise_multiplier = noise_multiplier_for(
             target_epsilon,
             target_delta,
             sample_rate=sample_rate,
-            steps=steps,
+            steps=math.ceil(steps),
             accountant=self.accountant,
             spent=self._history(),
         )

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
 
 from comm_hooks.optim.private.accounting import (
     DEFAULT_ORDERS,
@@ -18,6 +20,7 @@ from comm_hooks.optim.private.accounting import (
     build_accountant,
 )
 from comm_hooks.optim.private.accounting.renyi import renyi_divergences
+from tests.optim.scenarios import rarely
 
 SETTINGS = [(0.3, 0.05), (0.5, 0.5), (1.0, 0.01), (2.0, 0.9), (5.0, 4096 / 45000), (30.0, 1e-3)]
 ORDERS = (1.1, 1.5, 2.0, 2.3, 7.7, 10.9, 12.0, 63.0)
@@ -307,3 +310,27 @@ def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
     assert RDPAccountant().epsilon([GaussianEvent(1.0, 0.01, 10)], 1e-12) > 0
+
+
+def exact_epsilon(mu, delta):
+    """Epsilon of a normal number whose mean is 0 or mu (Balle & Wang, ICML 2018)."""
+
+    def excess(epsilon):
+        one = log_ndtr(mu / 2 - epsilon / mu)
+        other = epsilon + log_ndtr(-mu / 2 - epsilon / mu)
+        return one + math.log(max(1e-300, -math.expm1(other - one))) - math.log(delta)
+
+    return brentq(excess, 0.0, 50.0)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-8, 1e-10, 1e-12])
+@pytest.mark.parametrize("steps", [1, 1000, *rarely(30, 10**5)])
+@pytest.mark.parametrize("kind", [PLDAccountant, RDPAccountant])
+def test_epsilon_is_an_upper_bound_of_the_exact_one(kind, steps, delta):
+    for mu in (0.3, 1.0):
+        exact, sigma = exact_epsilon(mu, delta), steps**0.5 / mu
+        whole = [GaussianEvent(sigma, 1.0, steps)]
+        parts = [GaussianEvent(2**0.5 * sigma, 1.0, steps), GaussianEvent(sigma, 1.0, steps)]
+        parts.append(GaussianEvent(2**0.5 * sigma * 1.000001, 1.0, steps))
+        assert exact - 1e-9 <= kind().epsilon(whole, delta) <= 1.1 * exact + 0.1
+        assert exact_epsilon(2**0.5 * mu, delta) - 1e-4 <= kind().epsilon(parts, delta)
