@@ -120,6 +120,10 @@ class Setting:
     tokens: float
     schedule: str = COSINE
 
+    def __post_init__(self) -> None:
+        # Records are found by their text, in which 2 and 2.0 differ.
+        object.__setattr__(self, "tokens", float(self.tokens))
+
     def __str__(self) -> str:
         size = f"{self.task}, {self.ranks} x {self.batch}, {self.tokens:g} tokens/parameter"
         return size if self.schedule == COSINE else f"{size}, {self.schedule}"
