@@ -160,7 +160,9 @@ class AloneCheck:
             if loss.requires_grad:
                 gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         pairs = zip(gradient, self._parameters, strict=True)
-        return Alone(row, float(loss), [torch.zeros_like(p) if g is None else g for g, p in pairs])
+        return Alone(
+            row, float(loss.detach()), [torch.zeros_like(p) if g is None else g for g, p in pairs]
+        )
 
     def _differ(self, one: Alone, other: Alone, usual: float = 0.0) -> bool:
         """Return whether losses or gradients differ, whose norm is usually of this size."""
