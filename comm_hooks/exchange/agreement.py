@@ -87,8 +87,9 @@ class Agreement:
             own |= owner.hyperparameters()
             if self._initial is None:  # later a hook has more parameters
                 replica = owner.replica()
-                checksum = {"checksum of the initial model": int(fingerprint(replica))}
-                self._initial = checksum if replica else {}
+                self._initial = {}
+                if replica:
+                    self._initial["checksum of the initial model"] = int(fingerprint(replica))
             own |= self._initial
         if self.number is not None:
             own["number of the exchange among equal ones"] = self.number

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
-from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated
+from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated, norm_of
 from comm_hooks.optim.private.random_states import random_states_kept
 
 RATE = 64
@@ -78,6 +78,7 @@ class AloneCheck:
         self._losses = losses
         self._parameters = parameters
         self._kinds: set[Any] = set()
+        self._is_comparable: bool | None = None
         self._devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
         self._epsilon = max(torch.finfo(p.dtype).eps for p in parameters)
         if any(p.is_cuda and p.dtype is torch.float32 for p in parameters):
@@ -102,7 +103,9 @@ class AloneCheck:
         if not is_first and _random.randrange(RATE):
             return []
         rows = _random.sample(range(size), min(size, _ROWS if is_first else 2))
-        if not self._kinds and not self._find_mode(leaves, structure, rows[0]):
+        if self._is_comparable is None:
+            self._is_comparable = self._find_mode(leaves, structure, rows[0])
+        if not self._is_comparable:
             return []
         self._kinds.add(kind)
         with self.mode():
@@ -126,20 +129,26 @@ class AloneCheck:
             own = [gradient[each.row] for gradient in gradients]
             if self._differ(each, Alone(each.row, float(losses[each.row]), own), usual):
                 raise PrivacyError(
-                    f"a sample has a gradient of norm {_norm(each.gradient):g} alone, and of "
+                    f"a sample has a gradient of norm {norm_of(each.gradient):g} alone, and of "
                     f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
                     "loss of a sample may depend on this sample only, and every layer must get "
                     "the samples in the order of the batch, and use its weights itself"
                 )
 
-    def _find_mode(self, leaves: list[torch.Tensor], structure: Any, row: int) -> bool:
-        """Find the modules whose ``eval()`` makes the loss deterministic; return if there are."""
+    def _find_mode(self, leaves: list[torch.Tensor], structure: Any, row: int) -> bool | None:
+        """Find the modules whose ``eval()`` makes the loss deterministic.
+
+        Returns:
+            whether there are such modules; None if the sample's loss is not finite.
+        """
         for modules in ([], dropouts_of(self._model), list(self._model.modules())):
             self.modules = modules
             with self.mode():
                 draws = 0, 0, 17
                 one, again, other = (self._alone(leaves, structure, row, n) for n in draws)
             _require_same(self._differ(one, again))
+            if not all(math.isfinite(each.loss) for each in (one, other)):
+                return None
             if not self._differ(one, other):
                 return True
         return False
@@ -173,9 +182,9 @@ class AloneCheck:
         if self._epsilon > _COARSE:
             tolerance = 0.5
         pairs = zip(one.gradient, other.gradient, strict=True)
-        distance = _norm([a.double() - b.double() for a, b in pairs])
+        distance = norm_of([a.double() - b.double() for a, b in pairs])
         # 0 x infinity, of samples that do not count, is no difference.
-        largest = max(_norm(one.gradient), usual)
+        largest = max(norm_of(one.gradient), usual)
         return math.isfinite(distance) and distance > tolerance * largest + 1e-30
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +200,3 @@ def _require_same(differs: bool) -> None:
             "nothing of its inputs, in attributes of modules for instance, and draw random "
             "numbers from the default generators of torch, NumPy or Python"
         )
-
-
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in tensors))

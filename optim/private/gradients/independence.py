@@ -193,11 +193,11 @@ class IndependenceProbe:
     def _differ(
         self, before: list[torch.Tensor], after: list[torch.Tensor], tolerance: float
     ) -> bool:
-        if not _distance(before[:1], after[:1]) <= tolerance * _norm(before[:1]):
+        if not _distance(before[:1], after[:1]) <= tolerance * norm_of(before[:1]):
             return True
         # 0 x infinity, of samples that do not count, is no difference.
         distance = _distance(before[1:], after[1:])
-        return math.isfinite(distance) and distance > tolerance * _norm(before[1:])
+        return math.isfinite(distance) and distance > tolerance * norm_of(before[1:])
 
 
 def _splits(rows: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -246,9 +246,9 @@ def evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in tensors))
 
 
 def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    return _norm([a.double() - b.double() for a, b in zip(one, other, strict=True)])
+    return norm_of([a.double() - b.double() for a, b in zip(one, other, strict=True)])

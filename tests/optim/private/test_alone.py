@@ -142,3 +142,27 @@ def test_nobody_is_accused(kind: Any, dropout: float) -> None:
         for seed in range(40):
             gradients.backward(draw(1 + seed % 9, seed))
     assert gradients.take().samples > 100
+
+
+def test_a_loss_that_draws_by_itself_is_looked_at_once() -> None:
+    calls = []
+
+    def loss(batch: torch.Tensor, size: int) -> torch.Tensor:
+        calls.append(size)
+        return (model(batch) * torch.rand(size, 8)).sum(1)
+
+    model = nn.Linear(8, 8)
+    check = alone.AloneCheck(model, loss, [*model.parameters()])
+    assert not check.differentiate(draw(5)[0])
+    before = len(calls)
+    for seed in range(300):
+        assert not check.differentiate(draw(5 + seed % 9, seed)[0])
+    assert len(calls) == before
+
+
+def test_what_is_not_finite_does_not_decide_the_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    check = alone.AloneCheck(model, lambda batch, _: model(batch).sum(1), [*model.parameters()])
+    assert not check.differentiate(torch.full((4, 8), torch.nan))
+    assert check.differentiate(draw(4)[0])
+    assert check.modules == [model[1]]
