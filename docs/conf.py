@@ -62,6 +62,7 @@ nitpick_ignore_regex = [
     ("py:class", r"comm_hooks\.frameworks\.fsdp\.units\.Unit"),  # made by compress_reduce_scatter
     ("py:class", r"comm_hooks\.registered_model\.RegisteredModel"),  # inside, too
     ("py:class", r"comm_hooks\.collectives\.gloo\.GlooRanks"),  # inside, too
+    ("py:class", r"comm_hooks\.optim\.private\.gradients\.alone\.Alone"),  # inside, too
 ]
 
 

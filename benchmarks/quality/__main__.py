@@ -167,18 +167,14 @@ def find(runs: RunStore, tries: int = TRIES) -> Found:
 
 
 def _write(results: Path, tries: int) -> None:
-    """Write the page of all records, and from those of the repository its other pages.
-
-    What ``advise`` knows is replaced only if no row of the page is missing.
-    """
+    """Write the page of all records, and from those of the repository what else says them."""
     found = find(RunStore(results / "records.jsonl"), tries)
     if not found:
         return
     (results.parent / "quality.md").write_text(make_page(found))
     if results == RESULTS:
         write_tables(found)
-        if all((setting, name) in found for setting, named in page_rows() for name in named):
-            FILE.write_text(to_json(make_cells(found)))
+        FILE.write_text(to_json(make_cells(found)))
 
 
 if __name__ == "__main__":

@@ -119,22 +119,29 @@ def _bits(outcomes: Sequence[Outcome]) -> str:
 
 def make_cells(found: Found) -> list[Cell]:
     """Return one cell for each method, number of ranks, length and batch."""
-    groups: dict[tuple[str, int, float, int], dict[str, Quality]] = {}
+    groups: dict[tuple[str, int, float, int], dict[str, tuple[Quality, Quality]]] = {}
     for setting, method in found:
         if is_control(method) or setting.schedule != COSINE:
             continue
-        if kept := quality_of(setting, method, same_optimizer(method), found):
+        kept = quality_of(setting, method, same_optimizer(method), found)
+        adamw = quality_of(setting, method, ADAMW, found)
+        if kept and adamw:
             key = method, setting.ranks, setting.tokens, setting.batch
-            groups.setdefault(key, {})[setting.task] = kept
+            groups.setdefault(key, {})[setting.task] = kept, adamw
     return [
         Cell(
             *key,
-            seeds=min(kept.seeds for kept in group.values()),
-            spread=round(max(min(kept.spread, -_DIVERGED) for kept in group.values()), 3),
-            kept={task: max(_DIVERGED, round(kept.mean, 3)) for task, kept in group.items()},
+            seeds=min(kept.seeds for kept, _ in group.values()),
+            spread=round(max(min(kept.spread, -_DIVERGED) for kept, _ in group.values()), 3),
+            kept={task: _bounded(kept) for task, (kept, _) in group.items()},
+            adamw={task: _bounded(adamw) for task, (_, adamw) in group.items()},
         )
         for key, group in sorted(groups.items())
     ]
+
+
+def _bounded(quality: Quality) -> float:
+    return max(_DIVERGED, round(quality.mean, 3))
 
 
 def to_json(cells: Sequence[Cell]) -> str:

@@ -28,7 +28,7 @@ def advise(
     ] = METHODS,
     min_share: Annotated[
         float, typer.Option(help="Recommend only methods known to keep this part of the gain.")
-    ] = 0.85,
+    ] = 0.8,
 ) -> None:
     """Predict the step time of every method on your link, and recommend one.
 

@@ -26,8 +26,9 @@ class Cell:
         batch: the samples per step and rank.
         seeds: the number of seeds per task; the fewest of all tasks.
         spread: half the distance between seeds, the largest of all tasks; 0 for a single seed.
-        kept: by task, (none - method) / (none - all-reduce), with the held-out loss of the method,
-            of all-reduce, and without any exchange (none).
+        kept: by task, (none - method) / (none - all-reduce) in held-out loss, where all-reduce and
+            training without exchange (none) have the method's own local steps.
+        adamw: the same where both have AdamW.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Cell:
     seeds: int
     spread: float
     kept: dict[str, float]
+    adamw: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,24 @@ class Kept:
     def lowest(self) -> float:
         return min(min(cell.kept.values()) for cell in self.cells)
 
+    @property
+    def of_adamw(self) -> str:
+        """The range where the controls have AdamW."""
+        return _in_percent(share for cell in self.cells for share in cell.adamw.values())
+
     def __str__(self) -> str:
-        high = round(100 * max(max(cell.kept.values()) for cell in self.cells))
-        low, spread = round(100 * self.lowest), 100 * max(cell.spread for cell in self.cells)
-        text = f"{low} %" if low == high else f"{low} to {high} %"
+        spread = 100 * max(cell.spread for cell in self.cells)
+        text = _in_percent(share for cell in self.cells for share in cell.kept.values())
         return f"{text} ± {spread:.0f}" if spread else text
 
 
-ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0})])
+def _in_percent(shares: Iterable[float]) -> str:
+    percents = [round(100 * share) for share in shares]
+    low, high = min(percents), max(percents)
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+ALL = Kept([Cell("all_reduce", 0, 0.0, 0, 0, 0.0, {"any": 1.0}, {"any": 1.0})])
 """The quality of all-reduce itself."""
 
 

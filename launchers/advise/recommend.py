@@ -18,7 +18,7 @@ from comm_hooks.launchers.output import say
 _CLOSE = 1.05
 """The speed-up over all-reduce above which another method is recommended."""
 
-_COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept")
+_COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept", "of AdamW's")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def print_rows(rows: Sequence[Row], network: Network, console: Console) -> None:
             f"{plain.seconds / row.seconds:.3g}x" if plain else "-",
             f"{1e3 * row.codec:,.0f}",
             decimal(round(row.traffic)),
-            str(row.kept) if row.kept else "-",
+            *((str(row.kept), row.kept.of_adamw) if row.kept else ("-", "-")),
         )
     console.print(table)
     notes = [
@@ -143,8 +143,9 @@ def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
     cells = [cell for share in shares for cell in share.cells]
     return (
         "kept: the part of the gain from exchanging, (none - method) / (none - all-reduce) in "
-        "held-out loss, the lowest and the highest of several tasks (± half the distance between "
-        f"seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
+        "held-out loss, where none and all-reduce have the method's own local steps; of AdamW's: "
+        "where they have AdamW. The lowest and the highest of several tasks (± half the distance "
+        f"between seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
         f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
         f"{_listed(cell.batch for cell in cells)}, models of 0.6 M parameters. Other models and "
         "longer trainings can differ either way: compare on your own data before a long run. "

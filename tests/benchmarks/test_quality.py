@@ -301,14 +301,12 @@ def test_missing_data_says_what_it_wants(tmp_path: Path, monkeypatch: pytest.Mon
     assert "apt install dataset-fashion-mnist" in result.output
 
 
-@pytest.mark.skip(reason="the records are being extended: python -m benchmarks.quality")
 def test_advise_knows_what_the_records_say() -> None:
     key = operator.attrgetter("method", "ranks", "tokens", "batch")
     found = make_cells(find(RunStore(RESULTS / "records.jsonl")))
     assert sorted(found, key=key) == sorted(measured(), key=key)
 
 
-@pytest.mark.skip(reason="the records are being extended: python -m benchmarks.quality")
 def test_the_page_is_made_of_the_records() -> None:
     found = find(RunStore(RESULTS / "records.jsonl"))
     assert (RESULTS.parent / "quality.md").read_text() == make_page(found)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.lab.runs import RunStore
 from benchmarks.quality.__main__ import find
 from benchmarks.quality.tables import PAGES, with_tables
-from tests.docs.pages import ROOT, Page
+from tests.docs.pages import ROOT, Page, pages
 
 # Records and pages change together: compared before a release.
 pytestmark = pytest.mark.slow
@@ -50,3 +50,45 @@ def test_times_are_those_of_the_published_bench() -> None:
     assert len(times) >= 9
     for method, row in times:
         assert {cell.removesuffix(" s") for cell in row[1:]} <= published[method], method
+
+
+CONTROL = re.compile(r"same optimizer|own optimizer|AdamW|LaProp|Muon")
+SHARE = re.compile(r"\bke(?:ep|eps|pt|eping)\b[^.]*\d\s*%|\d\s*%[^.]*\bkept\b", re.DOTALL)
+
+
+def shares_without_control(text: str) -> list[str]:
+    """Return the paragraphs, items and tables that print a share kept without its control."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    blocks = re.split(r"\n\s*\n|\n(?=\* )", prose)
+    found = []
+    for block in blocks:
+        if block.lstrip().startswith("|"):
+            head, *rows = block.strip().splitlines()
+            is_share = "kept" in head and "%" in "".join(rows)
+            named = bool(CONTROL.search(head))
+        else:
+            is_share, named = bool(SHARE.search(block)), bool(CONTROL.search(block))
+        if is_share and not named:
+            found.append(block)
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.path.name)
+def test_no_page_prints_a_share_without_naming_its_control(page: Page) -> None:
+    assert shares_without_control(page.path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("With four ranks it keeps 92 to 109 %.", 1),
+        ("With four ranks it keeps 92 to 109 % of all-reduce with AdamW.", 0),
+        ("* one\n* keeps 76 to\n  101 % with 4 ranks\n* AdamW", 1),
+        ("| data | kept |\n|---|---|\n| text | 92 % |", 1),
+        ("| data | kept, same optimizer |\n|---|---|\n| text | 92 % |", 0),
+        ("| data | kept |\n|---|---|\n| AdamW | 92 % |", 1),
+        ("Residuals keep what is not sent. Of 100 % nothing is said.", 0),
+    ],
+)
+def test_a_share_is_told_from_other_figures(text: str, count: int) -> None:
+    assert len(shares_without_control(text)) == count

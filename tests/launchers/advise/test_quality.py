@@ -9,9 +9,8 @@ from comm_hooks.launchers.advise.quality import ALL, Cell, kept_by
 def cell(
     method: str, ranks: int, tokens: float, batch: int, *kept: float, spread: float = 0.0
 ) -> Cell:
-    return Cell(
-        method, ranks, tokens, batch, 3, spread, {f"task {i}": k for i, k in enumerate(kept)}
-    )
+    shares = {f"task {i}": k for i, k in enumerate(kept)}
+    return Cell(method, ranks, tokens, batch, 3, spread, shares, shares)
 
 
 CELLS = [

@@ -7,7 +7,7 @@ from comm_hooks.launchers.advise.recommend import Row, choose
 
 def row(spec: str, seconds: float, *kept: float) -> Row:
     tasks = {f"task {i}": share for i, share in enumerate(kept)}
-    cells = [Cell(spec, 2, 2.0, 6, 1, 0.0, tasks)]
+    cells = [Cell(spec, 2, 2.0, 6, 1, 0.0, tasks, tasks)]
     share = ALL if spec == "all_reduce" else Kept(cells) if kept else None
     return Row(parse_method(spec), seconds, 0.0, 0.0, share)
 
