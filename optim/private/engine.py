@@ -3,8 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from comm_hooks.optim.private.accounting import (
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.accounting.ledger import Ledger
-from comm_hooks.optim.private.accounting.releases import Releases
+from comm_hooks.optim.private.accounting.releases import Releases, read_history, saved_history
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.data.poisson import private_loader
 from comm_hooks.optim.private.data.same_data import compare_datasets
@@ -40,7 +39,7 @@ from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
 from comm_hooks.registered_model import RegisteredModel
-from comm_hooks.requirements import in_one_line, require_choice, require_kind, require_within
+from comm_hooks.requirements import require_choice, require_kind, require_within
 
 
 class PrivacyEngine:
@@ -371,7 +370,7 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of releases, as plain numbers.  No secret is in it."""
-        return {"events": [asdict(event) for event in self._history()]}
+        return saved_history(self._history(), self._opened().runs)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the releases that are in a saved :meth:`state_dict` but not in the ledger.
@@ -381,14 +380,8 @@ class PrivacyEngine:
         Raises:
             ValueError: for a state that :meth:`state_dict` has not returned.
         """
-        try:
-            events = [GaussianEvent(**event) for event in state["events"]]
-        except (KeyError, TypeError):
-            raise ValueError(
-                "PrivacyEngine: the state does not come from its state_dict(), a mapping with "
-                f"'events': got {in_one_line(state)}"
-            ) from None
-        self._opened().reconcile(events)
+        events, runs = read_history(state)
+        self._opened().reconcile(events, runs)
         self._steps_left.clear()
 
     def _know_units(self, count: int) -> None:
@@ -419,33 +412,36 @@ class PrivacyEngine:
         """Send the releases in the first rank's ledger to all ranks, so that all have the same."""
         if self._ledger is None and transport.rank:
             self._ledger = Ledger(None)
-        history, problem = [], None
+        history, problem = None, None
         try:
             if transport.rank == 0 and self._path is not None and self._opened().path is None:
                 # The first of a group that is not the first of all.
-                known = self._history()
+                known = self._opened()
                 self._ledger = Ledger(self._path)
-                if known:
-                    self._ledger.reconcile(known)
-            history = [asdict(event) for event in self._history()]
+                if known.events():
+                    self._ledger.reconcile(known.events(), known.runs)
+            history = self._opened().run_id, self.state_dict()
         except (OSError, ValueError) as error:  # the other ranks must hear of it
             problem = error
         told = None if problem is None else str(problem)
-        events, of_first = transport.perform(AllGatherObject([history, told]))[0]
+        of_first, refusal = transport.perform(AllGatherObject([history, told]))[0]
         if problem is not None:
             raise problem
-        if of_first is not None:
-            raise ValueError(of_first)
+        if refusal is not None:
+            raise ValueError(refusal)
         if transport.rank != 0:
-            self._ledger = Ledger(None)
+            run_id, saved = of_first
+            events, runs = read_history(saved)
+            self._ledger = Ledger(None, run_id=run_id)
             for event in events:
-                self._ledger.record(GaussianEvent(**event))
+                self._ledger.record(event)
+            self._ledger.join(runs)
         self._steps_left.clear()
 
     def _entry(
         self,
         event_of_step: Callable[[], GaussianEvent],
-        continued: Iterable[Releases],
+        continued: Sequence[Releases],
     ) -> Callable[[], None]:
         """Return a function that writes a release to the ledger, or raises if the budget is spent.
 
@@ -455,8 +451,9 @@ class PrivacyEngine:
         """
 
         def enter() -> None:
+            ledger = self._opened()
             for releases in continued:
-                releases.require_counted(self._history)
+                releases.require_counted(ledger)
             event = event_of_step()
             if self._budget is not None:
                 if event not in self._steps_left:
@@ -476,6 +473,8 @@ class PrivacyEngine:
                     )
                 self._steps_left[event] -= 1
             self._record(event)
+            for releases in continued:
+                releases.enter(event, ledger.run_id)
 
         return enter
 

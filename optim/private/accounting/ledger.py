@@ -17,7 +17,7 @@ from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
-_FORMAT = 3
+_FORMAT = 4
 _HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
 # The fields of a line that describes the steps after it.
 _KEYS = [field.name for field in fields(GaussianEvent) if field.name != "steps"]
@@ -33,13 +33,14 @@ class Ledger:
     checkpoint would count it once.  So the ledger is kept apart, and nothing in it is ever changed
     or removed.  It is written in JSON lines:
 
-    1. a header, ``{"ledger": 3, "run": "..."}``;
+    1. a header, ``{"ledger": 4, "run": "..."}``, with the run's random name;
     2. ``{"noise_multiplier": ..., "sample_rate": ...}``: the fields of a
        :class:`~comm_hooks.optim.private.accounting.GaussianEvent`, for the steps after this line;
-    3. ``"step ..."``: one such step.
+    3. ``"step ..."``: one such step;
+    4. ``{"joined": "..."}``: another run, whose releases :meth:`reconcile` has added.
 
     Every line has a seal, a digest of the line and of the previous seal: in place of the dots in 3,
-    under the key ``"seal"`` in 1 and 2.  Opening the file detects lines that were edited, torn or
+    under the key ``"seal"`` in the others.  Opening the file detects lines that were edited, torn or
     removed, but not whole lines missing at the end; :meth:`reconcile` adds those that a checkpoint
     counts.
 
@@ -54,6 +55,10 @@ class Ledger:
     Args:
         path: the file, which is continued if it exists; None for a ledger in memory, which forgets
             the releases of a rolled-back run: for tests, and for the ranks that do not write.
+        run_id: the name of the run of a new ledger; by default a random one.
+
+    Attributes:
+        runs: the runs whose releases are in the ledger, its own among them.
 
     Raises:
         ValueError: if another process has the ledger open, if the file is not a ledger, or if a
@@ -73,7 +78,9 @@ class Ledger:
         [GaussianEvent(noise_multiplier=1.0, sample_rate=0.01, steps=2)]
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, run_id: str | None = None
+    ) -> None:
         if path is not None:
             require_kind(self, "path", path, str, bytes, os.PathLike)
             if not os.fspath(path):
@@ -87,7 +94,8 @@ class Ledger:
         self._fd: int | None = None
         self._size = 0
         self.path = None if path is None else os.fspath(path)
-        self.run_id = uuid.uuid4().hex
+        self.run_id = run_id or uuid.uuid4().hex
+        self._joined: set[str] = set()
         if self.path is not None:
             self._place = os.path.abspath(self.path)
             self._fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -128,6 +136,18 @@ class Ledger:
             event = replace(event, steps=self._history.pop().steps + event.steps)
         self._history.append(event)
 
+    @property
+    def runs(self) -> set[str]:
+        return {self.run_id, *self._joined}
+
+    def join(self, runs: Iterable[str]) -> None:
+        """Write down runs whose releases are in the ledger."""
+        for run in sorted({*runs} - self.runs):
+            if self.path is not None:
+                self._require_untouched()
+                self._append(self._sealed(*_object({"joined": run})))
+            self._joined.add(run)
+
     def events(self) -> list[GaussianEvent]:
         """Return all recorded events, by this process and before it, in order.
 
@@ -135,33 +155,35 @@ class Ledger:
         """
         return list(self._history)
 
-    def reconcile(self, checkpoint_events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
+    def reconcile(
+        self, checkpoint_events: Iterable[GaussianEvent], runs: Iterable[str]
+    ) -> list[GaussianEvent]:
         """Add the steps that a checkpoint counts and the ledger lacks; return the history.
 
-        For every noise multiplier, sample rate and placement the larger number of steps wins, so
-        that the result costs at least as much as either history, at every delta.  Warns where the
-        two disagree.
-
-        A checkpoint with more steps of a kind than the ledger comes from another ledger: steps that
-        were recorded here since the ledger was opened count in addition.  With fewer steps it is
-        taken for an older checkpoint of this run, although it could be one of another run: call
-        this method before the first step.
+        If the ledger has all runs of the checkpoint, the larger number of steps wins for every kind
+        of event, so that the result costs at least as much as either history, at every delta; steps
+        that were recorded here since the ledger was opened count in addition to those that are
+        added.  Of other runs all steps are added.  Warns where the two disagree.
 
         Args:
             checkpoint_events: the history in the checkpoint.
+            runs: the runs that it consists of.
         """
+        runs = {*runs}
         saved = steps_by(lambda event: event.one, checkpoint_events)
-        ours = steps_by(lambda event: event.one, self._history)
+        is_known = runs <= self.runs
+        known = steps_by(lambda event: event.one, self._history if is_known else ())
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
         missing = [
-            replace(kind, steps=steps - ours[kind] + self._recorded[kind])
+            replace(kind, steps=steps - known[kind] + self._recorded[kind] * is_known)
             for kind, steps in saved.items()
-            if steps > ours[kind]
+            if steps > known[kind]
         ]
-        after = sum(max(0, steps - saved[kind]) for kind, steps in ours.items())
+        after = sum(max(0, steps - saved[kind]) for kind, steps in known.items())
         # Before the warnings, which may be errors.
         for event in missing:
             self._record(event)
+        self.join(runs)
         if missing:
             added = sum(event.steps for event in missing)
             warnings.warn(
@@ -254,6 +276,9 @@ class Ledger:
                 steps.append(self._kind)
             elif number > 1:
                 content = json.loads(line)
+                if "joined" in content:
+                    self._joined.add(content["joined"])
+                    continue
                 self._kind = GaussianEvent(**{key: content[key] for key in _KEYS})
         # A million events would take long to make: equal neighbours are added up first.
         for kind, group in itertools.groupby(steps):

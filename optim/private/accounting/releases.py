@@ -1,37 +1,40 @@
-"""Counts of the releases on which a saved state depends, to compare with the ledger."""
+"""The releases on which a saved state depends, to compare with the ledger."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
+from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import in_one_line
 
-# Where the noise was added, and its multiplier.
-_Kind = tuple[str, float]
-
 
 class Releases:
-    """Counts of the releases on which a state depends: an exchange's residuals, or moments.
+    """The releases on which a state depends: an exchange's residuals, or moments.
 
-    The counts are saved with the state.  A state without counts was not saved by private training,
-    and may hold gradients without noise; with more releases than the ledger has, epsilon would be
-    too small.
+    They are saved with the state: each kind of event with its number of steps, and the runs that
+    made them, which are those of ledgers.  A state without releases was not saved by private
+    training, and may hold gradients without noise; with releases that the ledger lacks, or that
+    another run has made, epsilon would be too small.
 
     Args:
         only: the placement of noise that a loaded state must have been saved with; None for any.
 
     Attributes:
-        steps: the number of releases by placement and noise multiplier.
+        steps: the number of steps of each event.
+        runs: the runs that made them.
 
     Example::
 
+        >>> from comm_hooks.optim.private.accounting import GaussianEvent
         >>> from comm_hooks.optim.private.accounting.releases import Releases
         >>> releases = Releases(only="local")
+        >>> releases.enter(GaussianEvent(1.1, 0.01, placement="local"), "3f2a")
         >>> releases.add("local", 1.1)
-        >>> releases.saved()
-        {'steps': [['local', 1.1, 1]]}
+        >>> releases.runs, list(releases.steps.values())
+        ({'3f2a'}, [1])
         >>> releases.check(None)
         Traceback (most recent call last):
         ...
@@ -39,27 +42,37 @@ class Releases:
     """
 
     def __init__(self, only: str | None = None) -> None:
-        self.steps: Counter[_Kind] = Counter()
+        self.steps: Counter[GaussianEvent] = Counter()
+        self.runs: set[str] = set()
         self._only = only
+        self._entered: GaussianEvent | None = None
         self._must_be_counted = False
 
+    def enter(self, event: GaussianEvent, run: str) -> None:
+        """Note what the ledger of a run has recorded for the next release."""
+        self._entered = event
+        self.runs.add(run)
+
     def add(self, placement: str, noise_multiplier: float) -> None:
-        """Count one more release with this placement and noise multiplier."""
-        self.steps[placement, float(noise_multiplier)] += 1
+        """Count one more release; without an entry in a ledger, as of every sample."""
+        event = self._entered or GaussianEvent(noise_multiplier, 1.0, placement=placement)
+        self._entered = None
+        self.steps[event] += 1
 
     def saved(self) -> dict[str, Any]:
-        """Return the counts as plain values, to save with the state."""
-        return {"steps": [[*kind, steps] for kind, steps in self.steps.items()]}
+        """Return the releases as plain values, to save with the state."""
+        events = [replace(event, steps=steps) for event, steps in self.steps.items()]
+        return saved_history(events, self.runs)
 
     def check(self, found: object) -> None:
-        """Raise unless a state with these counts may be loaded.
+        """Raise unless a state with these releases may be loaded.
 
         Args:
-            found: the counts as :meth:`saved` returned them; None if the state has none.
+            found: the releases as :meth:`saved` returned them; None if the state has none.
 
         Raises:
-            PrivacyError: for a state without counts, and for noise of another placement.
-            ValueError: for counts that :meth:`saved` cannot have returned.
+            PrivacyError: for a state without releases, and for noise of another placement.
+            ValueError: for releases that :meth:`saved` cannot have returned.
         """
         if found is None:
             raise PrivacyError(
@@ -67,52 +80,68 @@ class Releases:
                 "gradients without noise, which the next steps would release. Load a state that "
                 "private training has saved; load moments of public data into optimizer.inner"
             )
-        others = {placement for placement, _ in _steps_in(found)} - {self._only}
+        events, _ = read_history(found)
+        others = {str(event.placement) for event in events} - {self._only}
         if others and self._only is not None:
             raise PrivacyError(
-                f"load_state_dict: the state was saved with placement {sorted(others)[0]!r}, and "
-                f"the present one is {self._only!r}: residuals have another amount of noise. Begin "
+                f"load_state_dict: the state was saved with placement {min(others)!r}, and the "
+                f"present one is {self._only!r}: residuals have another amount of noise. Begin "
                 "with a new Exchange without this state, or keep the placement"
             )
 
     def adopt(self, found: object) -> None:
-        """Continue from the counts of a loaded state, which :meth:`check` has accepted."""
-        for kind, steps in _steps_in(found).items():
-            self.steps[kind] = max(steps, self.steps[kind])
+        """Continue from the releases of a loaded state, which :meth:`check` has accepted."""
+        events, runs = read_history(found)
+        for event, steps in steps_by(lambda event: event.one, events).items():
+            self.steps[event] = max(steps, self.steps[event])
+        self.runs |= runs
         self._must_be_counted = True
 
-    def require_counted(self, history: Callable[[], Iterable[GaussianEvent]]) -> None:
-        """Raise ``PrivacyError`` if a state was loaded and a ledger lacks some of its releases.
-
-        Args:
-            history: a function that returns the events of the ledger.
-        """
-        if not self._must_be_counted:
+    def require_counted(self, ledger: Ledger) -> None:
+        """Raise ``PrivacyError`` if the ledger lacks some of the releases, or a run of theirs."""
+        strange = self.runs - ledger.runs
+        if not strange and not self._must_be_counted:
             return
-        counted = steps_by(lambda e: (e.placement or "", e.noise_multiplier), history())
-        for (placement, noise_multiplier), steps in self.steps.items():
-            found = counted[placement, noise_multiplier]
-            if steps > found:
+        remedy = (
+            "epsilon would be too small. Pass the ledger of the run that saved the state to "
+            "PrivacyEngine, or load the state_dict() of its PrivacyEngine"
+        )
+        counted = steps_by(lambda event: event.one, ledger.events())
+        for event, steps in self.steps.items():
+            if steps > counted[event]:
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
-                    f"{noise_multiplier:g} and placement {placement!r} have made, and the ledger "
-                    f"has only {found} of them: epsilon would be too small. Pass the ledger of the "
-                    "run that saved the state to PrivacyEngine, or load the state_dict() of its "
-                    "PrivacyEngine"
+                    f"{event.noise_multiplier:g}, sample_rate {event.sample_rate:g} and placement "
+                    f"{event.placement!r} have made, and the ledger has only {counted[event]} of "
+                    f"them: {remedy}"
                 )
+        if strange:
+            raise PrivacyError(
+                f"a state was loaded that the run {min(strange)} has made, and the ledger is of "
+                f"another run: {remedy}"
+            )
         self._must_be_counted = False
 
 
-def _steps_in(found: object) -> dict[_Kind, int]:
+def saved_history(events: Iterable[GaussianEvent], runs: Iterable[str]) -> dict[str, Any]:
+    """Return events and the runs that made them as plain values."""
+    return {"runs": sorted(runs), "events": [asdict(event) for event in events]}
+
+
+def read_history(found: Any) -> tuple[list[GaussianEvent], set[str]]:
+    """Return the events and runs that :func:`saved_history` made plain.
+
+    Raises:
+        ValueError: for other values.
+    """
     try:
-        steps: dict[_Kind, int] = {}
-        for placement, noise_multiplier, count in found["steps"]:  # type: ignore[index]
-            if not isinstance(placement, str) or type(count) is not int or count < 0:
-                raise TypeError
-            steps[placement, float(noise_multiplier)] = count
+        events = [GaussianEvent(**event) for event in found["events"]]
+        runs = set(found["runs"])
+        if not all(isinstance(run, str) for run in runs):
+            raise TypeError
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            "the releases in a loaded state, under 'steps', must be a list of [placement, noise "
-            f"multiplier, steps], got {in_one_line(found)}: load another checkpoint"
+            "releases in a saved state must be a mapping with 'events' and 'runs', as private "
+            f"training saves them, got {in_one_line(found)}: load another checkpoint"
         ) from None
-    return steps
+    return events, runs

@@ -1,5 +1,6 @@
 """What private training may go on from: states of private training whose releases are counted."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.simulated import Simulated
 from comm_hooks.optim.private import DPAdamBC, DPMicroAdam, PrivacyEngine, PrivacyError
 from comm_hooks.optim.private.accounting import GaussianEvent
-from comm_hooks.optim.private.accounting.releases import Releases
+from comm_hooks.optim.private.accounting.ledger import Ledger
+from comm_hooks.optim.private.accounting.releases import Releases, saved_history
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from tests.optim.private.saving import saved
 from tests.optim.private.test_engine import private, small_model, take_steps
@@ -40,6 +42,10 @@ def trained(steps: int = 4, **settings: Any) -> Any:
     _, optimizer, loader = private(engine, model, torch.optim.Adam, **settings)
     take_steps(optimizer, loader, steps)
     return engine, exchange, optimizer, loader
+
+
+def counts(releases: Any) -> list[tuple[str, float, int]]:
+    return [(e["placement"], e["noise_multiplier"], e["steps"]) for e in releases["events"]]
 
 
 def test_residuals_of_ordinary_gradients_are_refused() -> None:
@@ -93,7 +99,7 @@ def test_an_optimizer_may_go_from_one_stage_of_private_training_to_the_next() ->
         engine, model, optimizer=first.inner, sample_rate=0.5, noise_multiplier=2.0
     )
     take_steps(second, loader, 2)
-    assert second.state_dict()["releases"]["steps"] == [["central", 1.0, 3], ["central", 2.0, 2]]
+    assert counts(second.state_dict()["releases"]) == [("central", 1.0, 3), ("central", 2.0, 2)]
 
 
 @pytest.mark.parametrize("part", ["exchange", "optimizer"])
@@ -130,7 +136,7 @@ def test_a_run_with_its_ledger_goes_on_from_any_checkpoint(tmp_path: Path, make:
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.mechanism.exchange.load_state_dict(checkpoint["exchange"])
         take_steps(optimizer, loader, 1)
-        assert optimizer.state_dict()["releases"]["steps"] == [["central", 1.0, 4]]
+        assert counts(optimizer.state_dict()["releases"]) == [("central", 1.0, 4)]
         engine._opened().close()
 
 
@@ -159,23 +165,92 @@ def test_what_may_be_published_has_no_history_and_goes_into_the_inner_optimizer(
 
 
 @pytest.mark.parametrize(
-    "found", [{}, [], {"steps": 3}, {"steps": [["local", 1.0]]}, {"steps": [["local", "x", 1]]}]
+    "found",
+    [
+        {},
+        [],
+        {"events": 3, "runs": []},
+        {"events": [{"noise_multiplier": 1.0}], "runs": []},
+        {"events": [{"noise_multiplier": "x", "sample_rate": 0.1}], "runs": []},
+        {"events": [{"noise_multiplier": 1.0, "sample_rate": 0.1}], "runs": [3]},
+        {"events": [{"noise_multiplier": 1.0, "sample_rate": 0.1}]},
+    ],
 )
 def test_what_no_run_can_have_saved(found: Any) -> None:
-    with pytest.raises(ValueError, match="must be a list of"):
+    with pytest.raises(ValueError, match=r"releases in a saved state|GaussianEvent"):
         Releases().check(found)
 
 
-def test_the_larger_count_of_a_kind_must_be_in_the_ledger() -> None:
+def ledger_of(*events: GaussianEvent, run: str = "run") -> Ledger:
+    ledger = Ledger(None, run_id=run)
+    for event in events:
+        ledger.record(event)
+    return ledger
+
+
+def test_the_larger_count_of_an_event_must_be_in_the_ledger() -> None:
+    event = GaussianEvent(1.0, 0.1, placement="local")
+    other = GaussianEvent(2.0, 0.5, placement="local")
     releases = Releases()
     for _ in range(5):
+        releases.enter(event, "run")
         releases.add("local", 1.0)
-    releases.adopt({"steps": [["local", 1.0, 3], ["local", 2.0, 1]]})
-    assert releases.steps == {("local", 1.0): 5, ("local", 2.0): 1}
-    event = GaussianEvent(1.0, 0.1, steps=5, placement="local")
+    releases.adopt(saved_history([replace(event, steps=3), other], {"run"}))
+    assert releases.steps == {event: 5, other: 1}
     with pytest.raises(PrivacyError, match=UNCOUNTED):
-        releases.require_counted(lambda: [event])
-    releases.require_counted(lambda: [event, GaussianEvent(2.0, 0.5, placement="local")])
+        releases.require_counted(ledger_of(replace(event, steps=5)))
+    releases.require_counted(ledger_of(replace(event, steps=5), other))
+
+
+def test_a_release_without_a_ledger_counts_as_one_of_every_sample() -> None:
+    releases = Releases()
+    releases.add("local", 1.0)
+    assert [*releases.steps] == [GaussianEvent(1.0, 1.0, placement="local")]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sample_rate": 0.05},
+        {"noise_multiplier": 3.0},
+        {"placement": "central"},
+        {},  # a run with the same settings
+    ],
+)
+@pytest.mark.parametrize("part", ["exchange", "optimizer"])
+def test_the_ledger_of_another_run_does_not_stand_for_a_states_own(
+    part: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    other = PrivacyEngine(ledger=path)
+    _, optimizer, loader = private(
+        other, small_model(), torch.optim.Adam, **{"placement": "local", **settings}
+    )
+    take_steps(optimizer, loader, 4)
+    other._opened().close()
+    _, exchange, optimizer, _ = trained()
+    state = saved({"exchange": exchange, "optimizer": optimizer}[part].state_dict())
+    engine, exchange, model = PrivacyEngine(ledger=path), sparse(), small_model()
+    _, optimizer, loader = private(
+        engine, model, torch.optim.Adam, exchange=exchange, placement="local"
+    )
+    {"exchange": exchange, "optimizer": optimizer}[part].load_state_dict(state)
+    with pytest.raises(PrivacyError, match="a state was loaded that"):
+        take_steps(optimizer, loader, 1)
+
+
+def test_an_optimizer_of_another_engine_brings_its_releases() -> None:
+    first, model = PrivacyEngine(), small_model()
+    _, optimizer, loader = private(first, model, torch.optim.Adam)
+    take_steps(optimizer, loader, 3)
+    second = PrivacyEngine()
+    _, optimizer, loader = private(second, model, optimizer=optimizer.inner)
+    with pytest.raises(PrivacyError, match="a state was loaded that 3 releases"):
+        take_steps(optimizer, loader, 1)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="lacks 3 steps"):
+        second.load_state_dict(first.state_dict())
+    take_steps(optimizer, loader, 1)
 
 
 @pytest.mark.filterwarnings("ignore:the ledger in memory lacks 3 steps")
@@ -183,7 +258,7 @@ def test_ranks_go_on_on_another_number_of_ranks() -> None:
     states = run_ranks(saved_on_rank, 3)
     assert (
         run_ranks(lambda transport: goes_on_on_rank(transport, saved(states)), 2)
-        == [[["central", 1.0, 4]]] * 2
+        == [[("central", 1.0, 4)]] * 2
     )
 
 
@@ -212,7 +287,7 @@ def goes_on_on_rank(transport: Transport, states: Any) -> Any:
     optimizer.load_state_dict(states[0][1])
     exchange.load_state_dicts([state[2] for state in states])
     take_steps(optimizer, loader, 1)
-    return exchange.state_dict()["provenance"]["steps"]
+    return counts(exchange.state_dict()["provenance"])
 
 
 PLACES = {

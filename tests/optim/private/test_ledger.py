@@ -82,7 +82,7 @@ def test_the_file(path):
         run_id = ledger.run_id
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     seals = [line.pop("seal") for line in lines if isinstance(line, dict)]
-    assert lines[0] == {"ledger": 3, "run": run_id}
+    assert lines[0] == {"ledger": 4, "run": run_id}
     known = {"placement": None, "checkpoint_multiplier": None, "rank_multiplier": None}
     assert lines[1] == {"noise_multiplier": 1.0, "sample_rate": 0.01, **known}
     steps = [line.split() for line in lines if isinstance(line, str)]
@@ -369,7 +369,7 @@ def test_warnings_that_are_errors(path):
     with Ledger(path) as ledger:
         assert steps_of(ledger.events()) == 2
         with pytest.raises(UserWarning, match="lacks 3 steps"):
-            ledger.reconcile([GaussianEvent(1.0, 0.01, 5)])
+            ledger.reconcile([GaussianEvent(1.0, 0.01, 5)], ledger.runs)
         assert steps_of(ledger.events()) == 5
 
 
@@ -379,10 +379,10 @@ def test_a_ledger_is_not_copied():
             copying(Ledger(None))
 
 
-def reconciled(ledger, checkpoint):
+def reconciled(ledger, checkpoint, runs=None):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        events = ledger.reconcile(checkpoint)
+        events = ledger.reconcile(checkpoint, ledger.runs if runs is None else runs)
     assert all(warning.filename == __file__ for warning in caught)
     return events, [str(warning.message) for warning in caught]
 
@@ -392,7 +392,8 @@ def test_a_run_that_went_back_to_a_checkpoint(path):
     for event in (STEP, OTHER, STEP):
         agreeing.record(event)
     # The order in which steps were taken costs nothing.
-    assert agreeing.reconcile([GaussianEvent(1.0, 0.01, 2), OTHER]) == [STEP, OTHER, STEP]
+    checkpoint = [GaussianEvent(1.0, 0.01, 2), OTHER]
+    assert agreeing.reconcile(checkpoint, agreeing.runs) == [STEP, OTHER, STEP]
     with Ledger(path) as ledger:
         ledger.record(GaussianEvent(1.0, 0.01, 140))
         events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
@@ -401,19 +402,19 @@ def test_a_run_that_went_back_to_a_checkpoint(path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(histories, histories, st.sampled_from([1e-9, 1e-5, 1e-2]))
-def test_reconciling_never_counts_less(recorded, saved, delta):
+@given(histories, histories, st.sampled_from([1e-9, 1e-5, 1e-2]), st.booleans())
+def test_reconciling_never_counts_less(recorded, saved, delta, is_of_this_run):
     ledger = Ledger(None)
     for event in recorded:
         ledger.record(event)
-    events, messages = reconciled(ledger, saved)
+    events, messages = reconciled(ledger, saved, ledger.runs if is_of_this_run else {"another"})
     assert events == ledger.events()
     for mechanism in MECHANISMS:
         ours, theirs, result = (
             steps_of(event for event in history if event.mechanism == mechanism)
             for history in (recorded, saved, events)
         )
-        assert result == (ours if theirs <= ours else ours + theirs)
+        assert result == (ours if is_of_this_run and theirs <= ours else ours + theirs)
     for history in (recorded, saved):
         if history:
             epsilon = RDPAccountant().epsilon(history, delta)
@@ -422,14 +423,14 @@ def test_reconciling_never_counts_less(recorded, saved, delta):
         {m: steps_of(e for e in history if e.mechanism == m) for m in MECHANISMS}
         for history in (recorded, saved)
     ]
-    assert bool(messages) == (counts[0] != counts[1])
+    assert bool(messages) == (counts[0] != counts[1] if is_of_this_run else bool(saved))
 
 
 def test_a_checkpoint_of_a_lost_ledger_or_of_another_run(path):
     with Ledger(path) as ledger:
         events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
         assert "lacks 100 steps that the checkpoint counts: they are added" in message
-        assert ledger.reconcile(events) == events == [GaussianEvent(1.0, 0.01, 100)]
+        assert ledger.reconcile(events, ledger.runs) == events == [GaussianEvent(1.0, 0.01, 100)]
     with Ledger(path) as ledger:
         assert ledger.events() == events
         # None of the three is one of the 109.
@@ -443,3 +444,17 @@ def test_a_checkpoint_of_a_lost_ledger_or_of_another_run(path):
         "lacks 3 steps",
         "counts 112 steps",
     ]
+
+
+def test_the_runs_that_a_ledger_has(path):
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+        reconciled(ledger, [STEP], {"another", ledger.run_id})
+        assert ledger.events() == [GaussianEvent(1.0, 0.01, 2)]
+        ledger.record(STEP)
+    with Ledger(path) as again:
+        assert again.runs == {again.run_id, "another"} == ledger.runs
+        again.record(STEP)
+        # Now it is known: nothing is added.
+        assert reconciled(again, [GaussianEvent(1.0, 0.01, 2)], {"another"})[0] == again.events()
+        assert steps_of(again.events()) == 4
