@@ -16,7 +16,7 @@ EVENTS = {
     "ledger": f"{_PRIVATE}.accounting.ledger:Ledger.__init__",
     "release": f"{_PRIVATE}.noise.mechanism:GaussianMechanism.round",
     "noise": f"{_PRIVATE}.noise.mechanism:GaussianMechanism._add_noise_",
-    "draw": f"{_PRIVATE}.data.poisson:PoissonSampler.__iter__",
+    "draw": f"{_PRIVATE}.data.poisson:PoissonSampler.draw",
     "loader": f"{_PRIVATE}.data.poisson:PoissonLoader.__init__",
     "iteration": f"{_PRIVATE}.data.tickets:Tickets.start",
     "batch": f"{_PRIVATE}.data.tickets:Tickets.issue",
@@ -60,9 +60,9 @@ def observing(observers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
         >>> from comm_hooks.optim.private.data.poisson import PoissonSampler
         >>> sampler = PoissonSampler(num_samples=10, sample_rate=1.0, steps=3)
-        >>> with observing({"draw": lambda method, sampler: list(method(sampler))[1:]}):
-        ...     len(sampler.__iter__())
-        2
+        >>> with observing({"draw": lambda method, sampler: method(sampler)[1:]}):
+        ...     len(sampler.draw())
+        9
     """
     with ExitStack() as exits:
         for event, observer in observers.items():

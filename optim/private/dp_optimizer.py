@@ -138,7 +138,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
-            return self.gradients.backward(batch)
+            return self.gradients.backward(batch, self._tickets.reader(batch))
         except BaseException:
             self.gradients.discard()
             self._tickets.restart()

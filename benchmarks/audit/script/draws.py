@@ -1,7 +1,7 @@
 """The samples of each step, and a planted one."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset
 
 from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler
-from comm_hooks.optim.private.data.tickets import Ticket, Tickets
+from comm_hooks.optim.private.data.tickets import Read, Ticket, Tickets
 
 Kind = Literal["absent", "huge", "swapped", "not finite"]
 # Factors of the values: gradients are far above any bound, and their squares finite.
@@ -84,27 +84,26 @@ class Draws:
         waiting: tuple[int, int, deque[list[int]]] = (rank, world_size, deque())
         self._waiting[loader.batch_sampler] = self._waiting[loader.tickets] = waiting
 
-    def _draw(
-        self, method: Callable[..., Iterator[list[int]]], sampler: PoissonSampler
-    ) -> Iterator[list[int]]:
+    def _draw(self, method: Callable[..., list[int]], sampler: PoissonSampler) -> list[int]:
+        indices = method(sampler)
         if sampler not in self._waiting:
-            yield from method(sampler)
-            return
+            return indices
         rank, world_size, waiting = self._waiting[sampler]
         planted = self._planted
         absent = planted.index if planted is not None and planted.kind == "absent" else None
-        for indices in method(sampler):
-            drawn = [rank + i * world_size for i in indices]
-            waiting.append(drawn)
-            yield [i for i, index in zip(indices, drawn, strict=True) if index != absent]
+        drawn = [rank + i * world_size for i in indices]
+        waiting.append(drawn)
+        return [i for i, index in zip(indices, drawn, strict=True) if index != absent]
 
     def _start_iteration(self, method: Callable[..., None], tickets: Tickets) -> None:
         method(tickets)
         if tickets in self._waiting:
             self._waiting[tickets][2].clear()
 
-    def _issue(self, method: Callable[..., Ticket], tickets: Tickets, batch: Any) -> Ticket:
-        ticket = method(tickets, batch)
+    def _issue(
+        self, method: Callable[..., Ticket], tickets: Tickets, batch: Any, read: Read | None = None
+    ) -> Ticket:
+        ticket = method(tickets, batch, read)
         if tickets in self._waiting:
             self._drawn_for[ticket] = self._waiting[tickets][2].popleft()
         return ticket

@@ -31,6 +31,7 @@ of both.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ class ClippedRegression(SampleClipper):
         super().__init__([weight], max_grad_norm)
         self._problem = problem
 
-    def backward(self, samples: torch.Tensor) -> torch.Tensor:
+    def backward(self, samples: torch.Tensor, read: Any = None) -> torch.Tensor:
         """Add the clipped gradients of samples, given by their numbers; return NaN for a loss."""
         self._add_samples([self._problem.gradients(self.parameters[0], samples)])
         return torch.tensor(torch.nan)

@@ -1,6 +1,8 @@
 """Poisson sampling: every sample is in every batch with the same probability, independently."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from comm_hooks.optim.private.data.rows import require_once
 from comm_hooks.optim.private.data.tickets import Tickets
 from comm_hooks.optim.private.errors import Settled
 from comm_hooks.optim.private.noise.secret import Secret, Unrepeatable
@@ -90,17 +93,28 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
         self._rank = rank
         # Over all iterations: no stream may be used twice.
         self._drawn = 0
+        self.waiting: deque[list[int]] = deque()
+        """The batches of the latest iteration that were drawn and not delivered."""
 
     def __len__(self) -> int:
         """Return the number of batches of one iteration."""
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield one list of increasing indices for each of ``steps`` batches."""
+        """Return an iterator over ``steps`` batches, each a list of increasing indices."""
+        self.waiting = deque()
+        return self._batches(self.waiting)
+
+    def _batches(self, waiting: deque[list[int]]) -> Iterator[list[int]]:
         for _ in range(self.steps):
-            stream = self._secret.stream("poisson sampling", rank=self._rank, step=self._drawn)
-            self._drawn += 1
-            yield stream.draw(self.num_samples, self.sample_rate)
+            waiting.append(self.draw())
+            yield waiting[-1]
+
+    def draw(self) -> list[int]:
+        """Return the increasing indices of one more batch."""
+        stream = self._secret.stream("poisson sampling", rank=self._rank, step=self._drawn)
+        self._drawn += 1
+        return stream.draw(self.num_samples, self.sample_rate)
 
 
 class PoissonLoader(DataLoader[Any]):
@@ -126,10 +140,11 @@ class PoissonLoader(DataLoader[Any]):
         tickets: one for every drawn batch, for :class:`~comm_hooks.optim.private.DPOptimizer`.
 
     Raises:
-        ValueError: for a dataset without a length, or with fewer samples than ranks; for a rate
+        ValueError: for a dataset without a length, with fewer samples than ranks, or with a row
+            twice (in ``Subset`` or ``ConcatDataset``); for a rate
             or number of steps out of range; for an option that would determine the batches; for
             batches without tensors of one row per sample; and for a ``collate_fn`` that does not
-            make one row of each sample, or mixes them.
+            make one row of each sample.
 
     Example::
 
@@ -168,11 +183,10 @@ class PoissonLoader(DataLoader[Any]):
                 f"PoissonLoader: {len(dataset)} samples are not enough for {world_size} ranks: "
                 f"world_size can be at most {len(dataset)}"
             )
+        require_once(dataset)
         shard = _Shard(dataset, range(rank, len(dataset), world_size))
         collate = collate_fn or torch.utils.data.default_collate
-        first = shard[0]
-        nothing = _without_rows(collate([first]))
-        _require_apart(collate, first, shard[len(shard) // 2])
+        nothing = _without_rows(collate([shard[0]]))
         super().__init__(
             shard,
             batch_sampler=PoissonSampler(len(shard), sample_rate, steps, secret=secret, rank=rank),
@@ -184,9 +198,18 @@ class PoissonLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield batches, and add each to ``tickets``, so that one step may use it."""
         self.tickets.start()
-        for batch in super().__iter__():
-            self.tickets.issue(batch)
+        batches, sampler = super().__iter__(), self.batch_sampler
+        assert isinstance(sampler, PoissonSampler)
+        waiting = sampler.waiting
+        for batch in batches:
+            self.tickets.issue(batch, functools.partial(self._read, waiting.popleft()))
             yield batch
+
+    def _read(self, indices: Sequence[int], row: int) -> Any:
+        """Read one of the samples with these indices again, as a batch of its own."""
+        dataset, index = self.dataset, indices[row]
+        assert isinstance(dataset, _Shard)
+        return self.collate_fn(dataset.__getitems__([index]))
 
 
 def private_loader(
@@ -228,11 +251,16 @@ def private_loader(
     if not isinstance(dataset, IterableDataset):
         samplers = data_loader.batch_sampler, data_loader.sampler
         kinds = (SequentialSampler, RandomSampler, DistributedSampler)
-        if type(samplers[0]) is not BatchSampler or not isinstance(samplers[1], kinds):
+        takes_each_once = isinstance(samplers[1], kinds) and (
+            not isinstance(samplers[1], RandomSampler)
+            or (not samplers[1].replacement and samplers[1].num_samples == len(dataset))  # type: ignore[arg-type]
+        )
+        if type(samplers[0]) is not BatchSampler or not takes_each_once:
             raise ValueError(
                 f"data_loader draws with {' and '.join(type(s).__name__ for s in samplers)}, "
                 "which Poisson sampling would override: make the loader with batch_size and "
-                "shuffle alone; for a part of the dataset use torch.utils.data.Subset"
+                "shuffle alone, and give the sample rate and steps here; for a part of the dataset "
+                "use torch.utils.data.Subset"
             )
     return PoissonLoader(
         dataset,
@@ -270,27 +298,6 @@ class _CollateAlsoNothing:
                     "each must be one row, since clipping takes rows for samples"
                 )
         return batch
-
-
-def _require_apart(collate: Collate, first: Any, second: Any) -> None:
-    """Raise ``ValueError`` if a sample's row depends on the other samples of the batch.
-
-    Not detected: random rows, and samples that are padded to each other's size.
-    """
-    batches = [[first], [first, second], [first, second]]
-    try:
-        rows = [[leaf[0] for leaf in pytree.tree_leaves(collate(batch))] for batch in batches]
-    except Exception:  # samples that do not fit: collating the batch raises, too
-        return
-    alone, together, again = rows
-    for one, with_other, repeated in zip(alone, together, again, strict=True):
-        comparable = one.shape == with_other.shape and torch.equal(with_other, repeated)
-        if comparable and not torch.equal(one, with_other):
-            raise ValueError(
-                "collate_fn mixes samples: a sample's row changes with the second sample of the "
-                "batch, so that clipping would not bound its influence. Transform single samples "
-                "in the dataset"
-            )
 
 
 def _without_rows(batch_of_one: Any) -> Any:

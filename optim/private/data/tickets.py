@@ -1,6 +1,8 @@
 """Checks that every step uses one batch of the Poisson loader: the next, whole, and once."""
 
+import functools
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from comm_hooks.optim.private.errors import PrivacyError
+
+Read = Callable[[int], Any]
+"""Reads a sample of a batch again, by its row, as a batch of its own."""
 
 
 @dataclass(eq=False)
@@ -20,6 +25,44 @@ class Ticket:
     """
 
     rows: int
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A batch as the loader gave it: its tensors, and a function that reads one of its samples."""
+
+    leaves: Sequence[torch.Tensor]
+    read: Read
+
+    def alone(self, batch: Any, row: int) -> Any:
+        """Read a sample again, with the structure, devices and dtypes of the batch that was passed.
+
+        Raises:
+            PrivacyError: if a tensor of that batch is none that the loader gave.
+        """
+        passed, structure = pytree.tree_flatten(batch)
+        sources = [self._source(leaf) for leaf in passed]
+        found = _tensors(self.read(row))
+        leaves = []
+        for source, leaf in zip(sources, passed, strict=True):
+            one = found[source].to(leaf.device, leaf.dtype)
+            is_same = leaf.shape == self.leaves[source].shape
+            leaves.append(one if is_same else one.reshape(len(one), *leaf.shape[1:]))
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _source(self, passed: torch.Tensor) -> int:
+        """Return the place of the tensor that was passed among those that the loader gave."""
+        for place, leaf in enumerate(self.leaves):
+            if leaf is passed or (
+                leaf.numel() == passed.numel()
+                and torch.equal(leaf.to(passed).reshape(passed.shape), passed)
+            ):
+                return place
+        raise PrivacyError(
+            "DPOptimizer: the batch is not as the loader gave it, so that a row may depend on the "
+            "other samples: pass its tensors, on any device and in any dtype, and transform "
+            "samples in the data set, in collate_fn or in the loss function"
+        )
 
 
 # The batch of each known tensor: tensors from a loader, and those that a step was given instead,
@@ -45,6 +88,7 @@ class Tickets:
     def __init__(self, *, are_checked: bool = True) -> None:
         self._are_checked = are_checked
         self._waiting: deque[Ticket] = deque()
+        self._drawn: dict[Ticket, _Drawn] = {}
         # Of the step in progress.
         self._current: Ticket | None = None
 
@@ -56,11 +100,19 @@ class Tickets:
     def start(self) -> None:
         """Begin another iteration of the loader, and drop the tickets of unused batches."""
         self._waiting.clear()
+        self._drawn.clear()
 
-    def issue(self, batch: Any) -> Ticket:
-        """Add the batch that was just drawn, and return its ticket."""
+    def issue(self, batch: Any, read: Read | None = None) -> Ticket:
+        """Add the batch that was just drawn, and return its ticket.
+
+        Args:
+            batch: the batch.
+            read: reads one of its samples again.
+        """
         leaves = _tensors(batch)
         ticket = Ticket(next((len(leaf) for leaf in leaves if leaf.dim()), 0))
+        if read is not None:
+            self._drawn[ticket] = _Drawn(leaves, read)
         _mark(leaves, ticket)
         self._waiting.append(ticket)
         return ticket
@@ -102,6 +154,14 @@ class Tickets:
         _mark(leaves, turn)
         self._current = turn
 
+    def reader(self, batch: Any) -> Read | None:
+        """Return a function that reads a sample of the step's batch again, as a batch of its own.
+
+        It raises ``PrivacyError`` if the batch that was passed is not as the loader gave it.
+        """
+        drawn = self._drawn.get(self._current) if self._current else None
+        return None if drawn is None else functools.partial(drawn.alone, batch)
+
     def restart(self) -> None:
         """Take the batch back from the step, so that it can be used again after a failure."""
         self._current = None
@@ -132,6 +192,7 @@ class Tickets:
 
     def spend(self, ticket: Ticket) -> None:
         """Remove a ticket, so that its batch is not used again."""
+        self._drawn.pop(ticket, None)
         if ticket in self._waiting:
             self._waiting.remove(ticket)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
 from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated, norm_of
@@ -43,10 +44,13 @@ class AloneCheck:
     Clipping bounds what a sample changes if its row of the per-sample gradients is the gradient of
     its own loss.  It is not if the loss depends on other samples, now or since a warm-up; if a
     layer's rows are in another order; if a weight is used where hooks do not look; or if the model
-    keeps something of the samples before.  All of that changes what a sample gives alone:
+    keeps something of the samples before.  Nor does it if a data set or collate function computes
+    something of the whole batch, such as the length that samples are padded to, and the model does
+    not mask it.  All of that changes what a sample gives alone:
 
-    1. some samples, drawn at random, are differentiated alone, by an ordinary backward pass, and
-       the first of them once more after the others;
+    1. some samples, drawn at random, are read from the data set and collated again, each alone,
+       and differentiated by an ordinary backward pass, the first of them once more after the
+       others;
     2. they must give the same losses and gradients as in the batch, and the first one the same as
        before.
 
@@ -65,7 +69,8 @@ class AloneCheck:
         parameters: the trainable parameters.
 
     Not detected: dependence in training mode only, of a random model; a loss that draws random
-    numbers by itself.
+    numbers by itself; and a data set that gives random samples, or that this process cannot read,
+    whose rows are compared as they are in the batch.
     """
 
     def __init__(
@@ -90,8 +95,12 @@ class AloneCheck:
         """Return the context in which samples are compared."""
         return evaluated(self.modules)
 
-    def differentiate(self, batch: Any) -> list[Alone]:
+    def differentiate(self, batch: Any, read: Read | None) -> list[Alone]:
         """Return samples of a batch that were differentiated alone; none if it is not its turn.
+
+        Args:
+            batch: tensors with a common leading dimension.
+            read: reads one of its samples again, as a batch of its own.
 
         Raises:
             PrivacyError: if a sample alone gives another gradient after others.
@@ -104,12 +113,14 @@ class AloneCheck:
             return []
         rows = _random.sample(range(size), min(size, _ROWS if is_first else 2))
         if self._is_comparable is None:
-            self._is_comparable = self._find_mode(leaves, structure, rows[0])
+            self._is_comparable = self._find_mode(self._sample(leaves, structure, rows[0], None))
         if not self._is_comparable:
             return []
         self._kinds.add(kind)
+        samples = [self._sample(leaves, structure, row, read) for row in rows]
         with self.mode():
-            found = [self._alone(leaves, structure, row) for row in (*rows, rows[0])]
+            pairs = zip((*rows, rows[0]), (*samples, samples[0]), strict=True)
+            found = [self._alone(sample, row) for row, sample in pairs]
         _require_same(self._differ(found[-1], found[0]))
         return found[:-1]
 
@@ -131,12 +142,30 @@ class AloneCheck:
                 raise PrivacyError(
                     f"a sample has a gradient of norm {norm_of(each.gradient):g} alone, and of "
                     f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
-                    "loss of a sample may depend on this sample only, and every layer must get "
-                    "the samples in the order of the batch, and use its weights itself"
+                    "loss of a sample may depend on this sample only, and not on the length that "
+                    "others are padded to; the data set and collate_fn may compute nothing of the "
+                    "whole batch; and every layer must get the samples in the order of the batch, "
+                    "and use its weights itself"
                 )
 
-    def _find_mode(self, leaves: list[torch.Tensor], structure: Any, row: int) -> bool | None:
-        """Find the modules whose ``eval()`` makes the loss deterministic.
+    def _sample(
+        self, leaves: Sequence[torch.Tensor], structure: Any, row: int, read: Read | None
+    ) -> Any:
+        """Return a sample as a batch of its own: read again, or its row where that is random."""
+        if read is not None:
+            try:
+                with random_states_kept(self._devices):
+                    one, again = read(row), read(row)
+            except PrivacyError:
+                raise
+            except Exception:  # a file that is open in the loader's workers only, say
+                one, again = 0, 1
+            if _equal(one, again):
+                return one
+        return pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
+
+    def _find_mode(self, sample: Any) -> bool | None:
+        """Find the modules whose ``eval()`` makes the loss of a sample deterministic.
 
         Returns:
             whether there are such modules; None if the sample's loss is not finite.
@@ -145,7 +174,7 @@ class AloneCheck:
             self.modules = modules
             with self.mode():
                 draws = 0, 0, 17
-                one, again, other = (self._alone(leaves, structure, row, n) for n in draws)
+                one, again, other = (self._alone(sample, 0, n) for n in draws)
             _require_same(self._differ(one, again))
             if not all(math.isfinite(each.loss) for each in (one, other)):
                 return None
@@ -153,10 +182,7 @@ class AloneCheck:
                 return True
         return False
 
-    def _alone(
-        self, leaves: list[torch.Tensor], structure: Any, row: int, draws_before: int = 0
-    ) -> Alone:
-        batch = pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
+    def _alone(self, sample: Any, row: int, draws_before: int = 0) -> Alone:
         with (
             random_states_kept(self._devices),
             torch.enable_grad(),
@@ -164,7 +190,7 @@ class AloneCheck:
         ):
             for device in (torch.device("cpu"), *self._devices):
                 torch.rand(draws_before, device=device)
-            loss = self._losses(batch, 1).sum()
+            loss = self._losses(sample, 1).sum()
             gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
             if loss.requires_grad:
                 gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -191,6 +217,15 @@ class AloneCheck:
         if tensor.is_floating_point():
             self._epsilon = max(self._epsilon, torch.finfo(tensor.dtype).eps)
         return tensor
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two batches are equal but for roundings."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(
+        isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b, rtol=1e-4)
+        for a, b in pairs
+    )
 
 
 def _require_same(differs: bool) -> None:

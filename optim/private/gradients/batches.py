@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.gradients.alone import AloneCheck
 from comm_hooks.optim.private.gradients.clipping import LossFunction, SampleClipper
 from comm_hooks.requirements import require_callable, require_positive
@@ -65,7 +66,7 @@ class BatchClipper(SampleClipper):
             )
         return int(shapes[0][0])
 
-    def backward(self, batch: Any) -> torch.Tensor:
+    def backward(self, batch: Any, read: Read | None = None) -> torch.Tensor:
         """Add the clipped gradients of a batch to the sum.
 
         May be called several times per step.  ``p.grad`` is neither read nor written.  If a
@@ -73,6 +74,8 @@ class BatchClipper(SampleClipper):
 
         Args:
             batch: tensors with a common leading dimension, in tuples, lists and dicts.
+            read: reads a sample of the batch again, by its row, as a batch of its own; by default
+                the row stands for it.
 
         Returns:
             The mean loss, detached, a scalar: NaN for an empty batch.  It is *not* noised.
@@ -87,21 +90,22 @@ class BatchClipper(SampleClipper):
             return torch.full((), torch.nan, device=self.parameters[0].device, dtype=torch.float32)
         leaves, structure = pytree.tree_flatten(batch)
         parts = [leaf.split(self.micro_batch_size or size) for leaf in leaves]
-        losses = []
+        losses: list[torch.Tensor] = []
         try:
             for part in zip(*parts, strict=True):
                 filled = pytree.tree_unflatten(list(part), structure)
-                losses.append(self._add_batch(filled, len(part[0])))
+                start = sum(map(len, losses))
+                losses.append(self._add_batch(filled, len(part[0]), read and _later(read, start)))
         except BaseException:
             # After running out of memory the same batch may be tried again: count no sample twice.
             self._start()
             raise
         return torch.cat(losses).mean()
 
-    def _add_batch(self, batch: Any, size: int) -> torch.Tensor:
+    def _add_batch(self, batch: Any, size: int, read: Read | None) -> torch.Tensor:
         """Add the clipped gradients of a micro-batch; return its losses, ``(size,)``, detached."""
         self._look_at(batch, size)
-        alone = self._check.differentiate(batch)
+        alone = self._check.differentiate(batch, read)
         losses, gradients = self._differentiate(batch, size)
         if alone and self._check.modules:
             with self._check.mode():
@@ -121,3 +125,8 @@ class BatchClipper(SampleClipper):
     @abstractmethod
     def _differentiate(self, batch: Any, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the losses, ``(size,)``, and gradients of all samples, ``(size, ...)`` each."""
+
+
+def _later(read: Read, start: int) -> Read:
+    """Return a function that reads a sample of a micro-batch, whose first row is ``start``."""
+    return lambda row: read(start + row)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import Settled
 from comm_hooks.requirements import in_one_line, is_number
 
@@ -81,8 +82,13 @@ class ClippedGradients(ABC):
         return len(batch)
 
     @abstractmethod
-    def backward(self, batch: Any) -> torch.Tensor:
-        """Add the clipped gradients of a batch to the sum; return the mean loss, detached."""
+    def backward(self, batch: Any, read: Read | None = None) -> torch.Tensor:
+        """Add the clipped gradients of a batch to the sum; return the mean loss, detached.
+
+        Args:
+            batch: the batch.
+            read: reads one of its samples again, by its row, for checks.
+        """
 
     @abstractmethod
     def take(self) -> ClippedSum:

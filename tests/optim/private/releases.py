@@ -77,7 +77,7 @@ class Given(SampleClipper):
         self._named = parameters
         self._data = data
 
-    def backward(self, step: int) -> torch.Tensor:
+    def backward(self, step: int, read: Any = None) -> torch.Tensor:
         self._add_samples(
             [
                 torch.tensor(samples(name, step, p.detach().double().numpy(), self._data))

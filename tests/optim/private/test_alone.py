@@ -153,16 +153,16 @@ def test_a_loss_that_draws_by_itself_is_looked_at_once() -> None:
 
     model = nn.Linear(8, 8)
     check = alone.AloneCheck(model, loss, [*model.parameters()])
-    assert not check.differentiate(draw(5)[0])
+    assert not check.differentiate(draw(5)[0], None)
     before = len(calls)
     for seed in range(300):
-        assert not check.differentiate(draw(5 + seed % 9, seed)[0])
+        assert not check.differentiate(draw(5 + seed % 9, seed)[0], None)
     assert len(calls) == before
 
 
 def test_what_is_not_finite_does_not_decide_the_mode() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     check = alone.AloneCheck(model, lambda batch, _: model(batch).sum(1), [*model.parameters()])
-    assert not check.differentiate(torch.full((4, 8), torch.nan))
-    assert check.differentiate(draw(4)[0])
+    assert not check.differentiate(torch.full((4, 8), torch.nan), None)
+    assert check.differentiate(draw(4)[0], None)
     assert check.modules == [model[1]]

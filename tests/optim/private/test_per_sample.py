@@ -223,7 +223,7 @@ def test_looking_at_samples_alone_draws_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     check = AloneCheck(model, lambda batch, size: model(batch).sum(1), [*model.parameters()])
     before = torch.get_rng_state()
-    assert check.differentiate(torch.ones(3, 4))
+    assert check.differentiate(torch.ones(3, 4), None)
     assert check.modules == [model[1]]
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -39,12 +39,6 @@ def padded(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
-@pytest.mark.parametrize("collate", [mixed, centred])
-def test_samples_that_a_batch_mixes_are_refused(collate: Any) -> None:
-    with pytest.raises(ValueError, match="collate_fn mixes samples: a sample's row changes"):
-        PoissonLoader(list(torch.randn(9, 3)), 0.5, 5, collate_fn=collate)  # type: ignore[arg-type]
-
-
 def test_samples_of_other_lengths_may_be_padded() -> None:
     samples: Any = [torch.randn(1 + length, 3) for length in range(9)]
     for batch in PoissonLoader(samples, 0.9, 5, collate_fn=padded):
