@@ -135,7 +135,7 @@ FAULTS: dict[str, Script] = {
                 "    batch = [t[: len(batch[0])].clone() for t in first]"
             ),
         },
-        "which was not drawn for it",
+        "is not as the loader gave it",
     ),
     "a second optimizer on raw gradients": Script(
         {
@@ -149,7 +149,7 @@ FAULTS: dict[str, Script] = {
     ),
     "inputs normalized by the batch": Script(
         {"batch": "batch = [(batch[0] - batch[0].mean(0)) / (batch[0].std(0) + 1e-3), batch[1]]"},
-        "changes the clipped sum",
+        "is not as the loader gave it",
     ),
     "a learning rate that follows the loss": Script(
         {
@@ -314,7 +314,11 @@ CORRECT: dict[str, Script] = {
         {
             "nn.Tanh(), ": "nn.Tanh(), nn.Dropout(0.2), ",
             "private": "average = copy.deepcopy(model)",
-            "batch": "batch = [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]",
+            "inputs, labels = batch\n    return": (
+                "inputs, labels = batch\n"
+                "    inputs = inputs + 0.1 * torch.randn_like(inputs)\n"
+                "    return"
+            ),
             "step": (
                 "with torch.no_grad():\n"
                 "    for a, p in zip(average.parameters(), model.parameters()):\n"
@@ -357,7 +361,15 @@ CORRECT: dict[str, Script] = {
         {"DataLoader(dataset)": "DataLoader(dataset, num_workers=1)"}
     ),
     "augmentation from the operating system": Script(
-        {"batch": "batch = [batch[0] + os.urandom(1)[0] / 256, batch[1]]"}
+        {
+            "dataset = TensorDataset(inputs, labels)": (
+                "class Augmented(TensorDataset):\n"
+                "    def __getitem__(self, index):\n"
+                "        inputs, label = super().__getitem__(index)\n"
+                "        return inputs + os.urandom(1)[0] / 256, label\n\n\n"
+                "dataset = Augmented(inputs, labels)"
+            )
+        }
     ),
     "two ranks, central, top-k": Script(
         {
