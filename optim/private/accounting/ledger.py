@@ -85,6 +85,8 @@ class Ledger:
             require_kind(self, "path", path, str, bytes, os.PathLike)
             if not os.fspath(path):
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
+        if run_id is not None:
+            require_kind(self, "run_id", run_id, str)
         self._history: list[GaussianEvent] = []
         # Steps of each kind by this process.
         self._recorded: Counter[GaussianEvent] = Counter()
