@@ -63,7 +63,7 @@ lint: $(READY)
 	$(BIN)/mypy -p comm_hooks
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.micro speed wire per_sample_gradients noise queued checks
+	$(BIN)/python -m benchmarks.micro speed wire per_sample_gradients private_checks noise queued checks
 
 bench-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu tests/kernels/triton

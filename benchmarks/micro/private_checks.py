@@ -1,0 +1,92 @@
+"""The cost of differentiating samples alone, as a share of private steps.
+
+Two engines train the same model in turns, one of them without the check; batches are drawn by the
+loader, so that their sizes differ.  Times are of the processor, and are added up: one step of 64
+has the check.  The first steps, in which every kind of batch is looked at, are not counted.
+
+Fails if the check takes more than 3 % of the time.
+"""
+
+import copy
+import itertools
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.micro.per_sample_gradients import MODELS, Batch
+from benchmarks.micro.timing import print_head, times_in_turns
+from comm_hooks.optim.private import DPSGD, PrivacyEngine
+from comm_hooks.optim.private.gradients.alone import AloneCheck
+
+MOST = 1.03
+_SAMPLES, _RATE = 512, 0.125
+_STEPS, _WARM_UP_STEPS = 384, 16
+
+
+def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def _steps(model: nn.Module, shape: tuple[int, ...], mode: str) -> Callable[[], None]:
+    """Return a function that takes a private step."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(_SAMPLES, *shape), torch.randint(10, (_SAMPLES,)))
+    model = copy.deepcopy(model)
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=DPSGD(model.named_parameters(), lr=0.01),
+        data_loader=DataLoader(data),
+        loss_function=_losses,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sample_rate=_RATE,
+        expected_batch_size=_RATE * _SAMPLES,
+        grad_sample_mode=mode,
+    )
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+
+    def step() -> None:
+        optimizer.backward(next(batches))
+        optimizer.step()
+
+    return step
+
+
+def _without_check(step: Callable[[], None]) -> Callable[[], None]:
+    def nothing(*args: Any) -> list[Any]:
+        return []
+
+    def step_without() -> None:
+        with mock.patch.object(AloneCheck, "differentiate", nothing):
+            step()
+
+    return step_without
+
+
+def main() -> bool:
+    """Print the table; return whether the check takes too much."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print_head("model", "mode", "step without the check, ms", "with / without")
+    is_too_much = False
+    for name, (model, shape) in MODELS.items():
+        for mode in ("functorch", "hooks"):
+            actions = {
+                "with": _steps(model, shape, mode),
+                "without": _without_check(_steps(model, shape, mode)),
+            }
+            times = times_in_turns(actions, _STEPS, time.process_time, _WARM_UP_STEPS)
+            ratio = sum(times["with"]) / sum(times["without"])
+            print(
+                f"| {name} | {mode} | {sum(times['without']) / _STEPS:.2f} | {ratio:.3f} |",
+                flush=True,
+            )
+            is_too_much |= ratio > MOST
+    return is_too_much
