@@ -167,7 +167,7 @@ def find(runs: RunStore, tries: int = TRIES) -> Found:
 
 
 def _write(results: Path, tries: int) -> None:
-    """Write the page of all records, and from those of the repository what else says them."""
+    """Write the page of the records; of the repository's, the tables and advise's file, too."""
     found = find(RunStore(results / "records.jsonl"), tries)
     if not found:
         return

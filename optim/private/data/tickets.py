@@ -1,6 +1,7 @@
 """Checks that every step uses one batch of the Poisson loader: the next, whole, and once."""
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,23 +47,37 @@ class _Drawn:
         leaves = []
         for source, leaf in zip(sources, passed, strict=True):
             one = found[source].to(leaf.device, leaf.dtype)
-            is_same = leaf.shape == self.leaves[source].shape
-            leaves.append(one if is_same else one.reshape(len(one), *leaf.shape[1:]))
+            if leaf.shape != self.leaves[source].shape:
+                if one[0].numel() != leaf[0].numel():
+                    raise PrivacyError(
+                        f"DPOptimizer: the loader gave rows of shape "
+                        f"{tuple(self.leaves[source].shape[1:])}, padded to each other, and "
+                        f"backward() got {tuple(leaf.shape[1:])}: reshape them in collate_fn or "
+                        "in the loss function, where samples can be compared with themselves alone"
+                    )
+                one = one.reshape(1, *leaf.shape[1:])
+            leaves.append(one)
         return pytree.tree_unflatten(leaves, structure)
 
     def _source(self, passed: torch.Tensor) -> int:
         """Return the place of the tensor that was passed among those that the loader gave."""
-        for place, leaf in enumerate(self.leaves):
-            if leaf is passed or (
-                leaf.numel() == passed.numel()
-                and torch.equal(leaf.to(passed).reshape(passed.shape), passed)
-            ):
-                return place
+        for is_it in (operator.is_, _has_values_of):
+            for place, leaf in enumerate(self.leaves):
+                if is_it(passed, leaf):
+                    return place
         raise PrivacyError(
             "DPOptimizer: the batch is not as the loader gave it, so that a row may depend on the "
             "other samples: pass its tensors, on any device and in any dtype, and transform "
             "samples in the data set, in collate_fn or in the loss function"
         )
+
+
+def _has_values_of(passed: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Return whether a tensor has another's values, on its own device, in its dtype and shape."""
+    if len(leaf) != len(passed) or leaf.numel() != passed.numel():
+        return False
+    given = leaf.to(passed).reshape(passed.shape)
+    return bool(((given == passed) | ((given != given) & (passed != passed))).all())
 
 
 # The batch of each known tensor: tensors from a loader, and those that a step was given instead,

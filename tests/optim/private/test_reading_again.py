@@ -89,18 +89,6 @@ class Augmenting(TensorDataset):
         return inputs + 0.1 * torch.randn_like(inputs), label
 
 
-class OfWorkers(TensorDataset):
-    """Cannot be read outside of a loader's workers, but for the first samples."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.reads += 1
-        if self.reads > 4 and torch.utils.data.get_worker_info() is None:
-            raise OSError("not open in this process")
-        return super().__getitem__(index)
-
-
 def centred(batch: Any) -> Any:
     return batch[0] - batch[0].mean(dim=0), batch[1]
 
@@ -157,6 +145,17 @@ def test_padding_without_a_mask_is_refused(mode: str, micro_batch_size: int | No
         )
 
 
+def test_rows_that_were_padded_and_reshaped_are_refused() -> None:
+    with pytest.raises(PrivacyError, match="padded to each other.*reshape them in collate_fn"):
+        step(
+            Words(),
+            nn.Sequential(nn.Flatten(), WordModel(masks=False)),
+            "functorch",
+            lambda batch: (batch[0].unsqueeze(1), batch[1]),
+            collate_fn=padded,
+        )
+
+
 @MODES
 def test_samples_that_are_normalized_together_are_refused(mode: str) -> None:
     with pytest.raises(PrivacyError, match=WRONG):
@@ -199,9 +198,23 @@ CORRECT: dict[str, Callable[[], dict[str, Any]]] = {
         "collate_fn": padded,
     },
     "random samples": lambda: {"dataset": Augmenting(*data().tensors)},
-    "samples that workers read": lambda: {
-        "dataset": OfWorkers(*data().tensors),
-        "num_workers": 2,
+    "workers": lambda: {"dataset": data(), "num_workers": 2},
+    "a mask, passed as a copy": lambda: {
+        "dataset": Words(),
+        "module": WordModel(masks=True),
+        "collate_fn": lambda samples: (*padded(samples), padded(samples)[0] != 0),
+        "change": lambda batch: [leaf.clone() for leaf in batch],
+    },
+    "a sample that is not finite, in a copy": lambda: {
+        "dataset": TensorDataset(
+            torch.cat([data().tensors[0][:-1], torch.full((1, 2, WIDTH // 2), torch.nan)]),
+            data().tensors[1],
+        ),
+        "change": lambda batch: (batch[0].clone(), batch[1]),
+    },
+    "tensors of equal values": lambda: {
+        "dataset": TensorDataset(torch.zeros(SAMPLES), *data().tensors[:1], torch.zeros(SAMPLES)),
+        "change": lambda batch: (batch[1], batch[2].long()),
     },
     "another shape": lambda: {"change": lambda batch: (batch[0].flatten(1), batch[1])},
     "another dtype and structure": lambda: {
