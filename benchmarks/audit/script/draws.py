@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset
 
 from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler
-from comm_hooks.optim.private.data.tickets import Read, Ticket, Tickets
+from comm_hooks.optim.private.data.tickets import Ticket, Tickets
 
 Kind = Literal["absent", "huge", "swapped", "not finite"]
 # Factors of the values: gradients are far above any bound, and their squares finite.
@@ -101,7 +101,7 @@ class Draws:
             self._waiting[tickets][2].clear()
 
     def _issue(
-        self, method: Callable[..., Ticket], tickets: Tickets, batch: Any, read: Read | None = None
+        self, method: Callable[..., Ticket], tickets: Tickets, batch: Any, read: Any = None
     ) -> Ticket:
         ticket = method(tickets, batch, read)
         if tickets in self._waiting:

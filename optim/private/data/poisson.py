@@ -205,11 +205,11 @@ class PoissonLoader(DataLoader[Any]):
             self.tickets.issue(batch, functools.partial(self._read, waiting.popleft()))
             yield batch
 
-    def _read(self, indices: Sequence[int], row: int) -> Any:
-        """Read one of the samples with these indices again, as a batch of its own."""
-        dataset, index = self.dataset, indices[row]
+    def _read(self, indices: Sequence[int], rows: Sequence[int]) -> Any:
+        """Read some of the samples with these indices again, as a batch of their own."""
+        dataset = self.dataset
         assert isinstance(dataset, _Shard)
-        return self.collate_fn(dataset.__getitems__([index]))
+        return self.collate_fn(dataset.__getitems__([indices[row] for row in rows]))
 
 
 def private_loader(

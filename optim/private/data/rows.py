@@ -14,20 +14,21 @@ def require_once(dataset: Dataset[Any]) -> None:
 
     Not detected: equal rows at two places, and rows that a data set of another class repeats.
     """
+    if type(dataset) not in (Subset, ConcatDataset):
+        return
     known: dict[int, list[np.ndarray]] = {}
     sources: dict[int, Dataset[Any]] = {}
     for source, rows in _parts(dataset, np.arange(len(dataset))):  # type: ignore[arg-type]
         sources[id(source)] = source
         known.setdefault(id(source), []).append(rows)
     for key, parts in known.items():
-        rows = np.sort(np.concatenate(parts))
-        again = rows[1:][rows[1:] == rows[:-1]]
-        if len(again):
+        rows, counts = np.unique(np.concatenate(parts), return_counts=True)
+        if len(rows) and counts.max() > 1:
             raise ValueError(
-                f"the data set has row {again[0]} of a {type(sources[key]).__name__} (and "
-                f"{len(np.unique(again)) - 1} others) twice, so that one sample counts more than "
-                "once in a step: take every row once. If rows are not what is to be protected, "
-                "write a Dataset that repeats them"
+                f"the data set has row {rows[counts.argmax()]} of a {type(sources[key]).__name__} "
+                f"{counts.max()} times, so that one sample counts more than once in a step: take "
+                "every row once. If rows are not what is to be protected, write a Dataset that "
+                "repeats them"
             )
 
 

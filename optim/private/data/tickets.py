@@ -1,6 +1,7 @@
 """Checks that every step uses one batch of the Poisson loader: the next, whole, and once."""
 
 import functools
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from comm_hooks.optim.private.errors import PrivacyError
 Read = Callable[[int], Any]
 """Reads a sample of a batch again, by its row, as a batch of its own."""
 
+_AHEAD = 8
+"""The latest batches that are kept until they are used; older ones are read again."""
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -28,12 +32,19 @@ class Ticket:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Drawn:
-    """A batch as the loader gave it: its tensors, and a function that reads one of its samples."""
+    """A batch as the loader gave it.
+
+    Attributes:
+        leaves: its tensors; empty if they are not kept.
+        read: reads samples of it again, by their rows.
+        rows: the number of its samples.
+    """
 
     leaves: Sequence[torch.Tensor]
-    read: Read
+    read: Callable[[Sequence[int]], Any]
+    rows: int
 
     def alone(self, batch: Any, row: int) -> Any:
         """Read a sample again, with the structure, devices and dtypes of the batch that was passed.
@@ -42,8 +53,9 @@ class _Drawn:
             PrivacyError: if a tensor of that batch is none that the loader gave.
         """
         passed, structure = pytree.tree_flatten(batch)
+        self.leaves = self.leaves or _tensors(self.read(range(self.rows)))
         sources = [self._source(leaf) for leaf in passed]
-        found = _tensors(self.read(row))
+        found = _tensors(self.read([row]))
         leaves = []
         for source, leaf in zip(sources, passed, strict=True):
             one = found[source].to(leaf.device, leaf.dtype)
@@ -117,17 +129,19 @@ class Tickets:
         self._waiting.clear()
         self._drawn.clear()
 
-    def issue(self, batch: Any, read: Read | None = None) -> Ticket:
+    def issue(self, batch: Any, read: Callable[[Sequence[int]], Any] | None = None) -> Ticket:
         """Add the batch that was just drawn, and return its ticket.
 
         Args:
             batch: the batch.
-            read: reads one of its samples again.
+            read: reads samples of it again, by their rows, as a batch of their own.
         """
         leaves = _tensors(batch)
         ticket = Ticket(next((len(leaf) for leaf in leaves if leaf.dim()), 0))
         if read is not None:
-            self._drawn[ticket] = _Drawn(leaves, read)
+            self._drawn[ticket] = _Drawn(leaves, read, ticket.rows)
+            if len(self._drawn) > _AHEAD:
+                next(itertools.islice(reversed(self._drawn.values()), _AHEAD, None)).leaves = ()
         _mark(leaves, ticket)
         self._waiting.append(ticket)
         return ticket

@@ -146,7 +146,7 @@ def test_padding_without_a_mask_is_refused(mode: str, micro_batch_size: int | No
 
 
 def test_rows_that_were_padded_and_reshaped_are_refused() -> None:
-    with pytest.raises(PrivacyError, match="padded to each other.*reshape them in collate_fn"):
+    with pytest.raises(PrivacyError, match=r"padded to each other.*reshape them in collate_fn"):
         step(
             Words(),
             nn.Sequential(nn.Flatten(), WordModel(masks=False)),
@@ -231,6 +231,33 @@ def test_what_depends_on_no_other_sample_trains(name: str, mode: str) -> None:
     step(**{"dataset": data(), "module": model(), "mode": mode, **CORRECT[name]()})
 
 
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_batches_that_were_drawn_long_before_are_not_kept(normalizes: bool) -> None:
+    module = model()
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=module,
+        optimizer=DPSGD(module.named_parameters(), lr=0.1),
+        data_loader=DataLoader(data()),
+        loss_function=losses,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sample_rate=0.05,
+        expected_batch_size=3,
+    )
+    drawn = [(batch[0].clone(), batch[1].clone()) for batch in loader]
+    kept = [each for each in optimizer._tickets._drawn.values() if len(each.leaves)]
+    assert len(kept) == 8 < len(drawn)
+    used = next(batch for batch in drawn if len(batch[0]) > 1)
+    for batch in drawn[: [batch is used for batch in drawn].index(True)]:
+        optimizer.backward(batch)
+        optimizer.step()
+    if normalizes:
+        with pytest.raises(PrivacyError, match=CHANGED):
+            optimizer.backward(centred(used))
+    else:
+        optimizer.backward(used)
+
+
 def test_the_samples_that_are_read_again_are_those_of_the_batch() -> None:
     numbers = TensorDataset(torch.arange(SAMPLES).float())
     _, optimizer, loader = PrivacyEngine().make_private(
@@ -265,7 +292,7 @@ def test_the_samples_that_are_read_again_are_those_of_the_batch() -> None:
     ],
 )
 def test_a_row_that_is_in_a_data_set_twice_is_refused(twice: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=r"has row \d+ of a TensorDataset .* twice"):
+    with pytest.raises(ValueError, match=r"has row \d+ of a TensorDataset [24] times"):
         PoissonLoader(twice(data()), 0.5, 1)
 
 
