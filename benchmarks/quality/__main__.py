@@ -147,7 +147,7 @@ def _run(methods: list[Method], runs: RunStore, tuning: Tuning, jobs: int) -> No
 
 
 def find(runs: RunStore, tries: int = TRIES) -> Found:
-    """Return the outcomes of all settings and methods that have finished runs, in their order."""
+    """Return the outcomes of all settings and methods whose search has ended, in their order."""
     order = list(dict.fromkeys(name for _, named in page_rows() for name in named))
     pairs = sorted(
         {(Setting(**run.spec.labels), run.method) for run in runs},
@@ -160,8 +160,9 @@ def find(runs: RunStore, tries: int = TRIES) -> Found:
     tuning = make_tuning(tries, 1 + max((run.seed for run in runs), default=0))
     found: Found = {}
     for setting, name in pairs:
-        outcome = tuning.outcome(make_method(setting, name), runs)
-        if outcome is not None:
+        method = make_method(setting, name)
+        outcome = tuning.outcome(method, runs)
+        if outcome is not None and not tuning.next(method, runs):
             found[setting, name] = outcome
     return found
 
