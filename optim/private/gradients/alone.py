@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
 from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated, norm_of
+from comm_hooks.optim.private.gradients.replay import Replay
 from comm_hooks.optim.private.random_states import random_states_kept
 
 RATE = 64
@@ -84,10 +84,7 @@ class AloneCheck:
         self._parameters = parameters
         self._kinds: set[Any] = set()
         self._is_comparable: bool | None = None
-        self._devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
-        self._epsilon = max(torch.finfo(p.dtype).eps for p in parameters)
-        if any(p.is_cuda and p.dtype is torch.float32 for p in parameters):
-            self._epsilon = max(self._epsilon, 2.0**-10)  # TF32
+        self._replay = Replay(parameters)
         self.modules: list[nn.Module] = []
         """The modules that are put into ``eval()`` mode to compare."""
 
@@ -153,7 +150,7 @@ class AloneCheck:
     ) -> Any:
         """Return a sample as a batch of its own: read again, or its row where that is random."""
         if read is not None:
-            with random_states_kept(self._devices):
+            with random_states_kept(self._replay.devices):
                 one, again = read(row), read(row)
             if _equal(one, again):
                 return one
@@ -178,13 +175,7 @@ class AloneCheck:
         return False
 
     def _alone(self, sample: Any, row: int, draws_before: int = 0) -> Alone:
-        with (
-            random_states_kept(self._devices),
-            torch.enable_grad(),
-            saved_tensors_hooks(self._note, lambda tensor: tensor),
-        ):
-            for device in (torch.device("cpu"), *self._devices):
-                torch.rand(draws_before, device=device)
+        with self._replay.once(draws_before):
             loss = self._losses(sample, 1).sum()
             gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
             if loss.requires_grad:
@@ -196,22 +187,17 @@ class AloneCheck:
 
     def _differ(self, one: Alone, other: Alone, usual: float = 0.0) -> bool:
         """Return whether losses or gradients differ, whose norm is usually of this size."""
-        tolerance = 4 * math.sqrt(self._epsilon)
+        tolerance = 4 * math.sqrt(self._replay.epsilon)
         distance = abs(one.loss - other.loss)
         if math.isfinite(distance) and distance > tolerance * abs(one.loss):
             return True
-        if self._epsilon > _COARSE:
+        if self._replay.epsilon > _COARSE:
             tolerance = 0.5
         pairs = zip(one.gradient, other.gradient, strict=True)
         distance = norm_of([a.double() - b.double() for a, b in pairs])
         # 0 x infinity, of samples that do not count, is no difference.
         largest = max(norm_of(one.gradient), usual)
         return math.isfinite(distance) and distance > tolerance * largest + 1e-30
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            self._epsilon = max(self._epsilon, torch.finfo(tensor.dtype).eps)
-        return tensor
 
 
 def _equal(one: Any, other: Any) -> bool:

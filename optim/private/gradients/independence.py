@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.optim.private.gradients.model_checks import unwritten_buffers
-from comm_hooks.optim.private.random_states import random_states_kept
+from comm_hooks.optim.private.gradients.replay import Replay
 
 # The bits of a row's number distinguish every two of so many rows, and a mean over them changes by
 # half if half of them are missing, which is more than rounding in any dtype.
@@ -66,9 +65,6 @@ class IndependenceProbe:
         model: the first argument of the loss function.  Its buffers may not change.
         loss_function: ``loss_function(model, batch)`` returns the loss of each sample, ``(B,)``.
 
-    Attributes:
-        epsilon: the machine epsilon of the coarsest dtype that occurred so far.
-
     Not detected: dependence that this batch does not show, such as a margin that none of its
     samples reaches, or below the tolerance; in a random model, dependence in training only on
     absent samples; state outside of buffers.  Extreme samples for which the loss function raises
@@ -79,13 +75,8 @@ class IndependenceProbe:
         self._model = model
         self._loss_function = loss_function
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.epsilon = 0.0
+        self._replay = Replay(self._parameters)
         self._has_seen = False
-        self._devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        for parameter in self._parameters:
-            self._note(parameter)
-            if parameter.is_cuda and parameter.dtype is torch.float32:
-                self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
 
     def look(self, batch: Any) -> bool:
         """Test a batch, unless a batch has been tested before; return whether one has been tested.
@@ -117,7 +108,7 @@ class IndependenceProbe:
 
     def _compare_replaced(self, rows: list[torch.Tensor]) -> None:
         once, again = (self._seen(rows) for _ in range(2))
-        if self._differ(once, again, math.sqrt(self.epsilon)):
+        if self._differ(once, again, math.sqrt(self._replay.epsilon)):
             raise PrivacyError(
                 "the losses of a batch differ when they are computed again, so samples cannot be "
                 "shown to be independent: let the model keep no data of its inputs, and draw "
@@ -144,7 +135,7 @@ class IndependenceProbe:
 
     def _is_random(self, rows: list[torch.Tensor]) -> bool:
         once, again = (self._seen(rows, draws_before=draws) for draws in (0, 17))
-        return self._differ(once, again, self.epsilon)
+        return self._differ(once, again, self._replay.epsilon)
 
     def _seen(
         self,
@@ -159,13 +150,7 @@ class IndependenceProbe:
         """
         size = len(leaves[0])
         weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
-        with (
-            random_states_kept(self._devices),
-            torch.enable_grad(),
-            saved_tensors_hooks(self._note, lambda tensor: tensor),
-        ):
-            for device in (torch.device("cpu"), *self._devices):
-                torch.rand(draws_before, device=device)
+        with self._replay.once(draws_before):
             batch = pytree.tree_unflatten(leaves, self._structure)
             losses = sample_losses(self._model, self._loss_function, batch, size)
             chosen = losses if kept is None else losses[list(kept)]
@@ -173,17 +158,12 @@ class IndependenceProbe:
             gradient: Sequence[torch.Tensor | None] = []
             if weighted.requires_grad:
                 gradient = torch.autograd.grad(weighted, self._parameters, allow_unused=True)
-        self._note(losses)
+        self._replay.note(losses)
         parts = [torch.zeros(()) if part is None else part for part in gradient]
         return [chosen.detach(), *parts]
 
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
-        return tensor
-
     def _require_same(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
-        if self._differ(before, after, math.sqrt(self.epsilon)):
+        if self._differ(before, after, math.sqrt(self._replay.epsilon)):
             raise PrivacyError(
                 "the loss of a sample depends on other samples of its batch, so that clipping does "
                 "not bound its influence: use a model that sees one sample at a time, a loss that "

@@ -1,0 +1,54 @@
+"""Passes that are repeated with the same random numbers, to compare their gradients."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from comm_hooks.optim.private.random_states import random_states_kept
+
+
+class Replay:
+    """Repeats forward and backward passes with the same random numbers.
+
+    Args:
+        parameters: the parameters of the model.
+
+    Attributes:
+        devices: the accelerators that they are on.
+        epsilon: the machine epsilon of the coarsest dtype that has occurred, on GPUs TF32 for
+            float32.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
+        self.epsilon = 0.0
+        for parameter in parameters:
+            self.note(parameter)
+            if parameter.is_cuda and parameter.dtype is torch.float32:
+                self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
+
+    @contextmanager
+    def once(self, draws_before: int = 0) -> Iterator[None]:
+        """Return the context of a pass, which keeps the generators of random numbers as they are.
+
+        Args:
+            draws_before: the random numbers that are drawn first, so that a pass that draws some
+                gives another result.
+        """
+        with (
+            random_states_kept(self.devices),
+            torch.enable_grad(),
+            saved_tensors_hooks(self.note, lambda tensor: tensor),
+        ):
+            for device in (torch.device("cpu"), *self.devices):
+                torch.rand(draws_before, device=device)
+            yield
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, after its dtype was looked at."""
+        if tensor.is_floating_point():
+            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+        return tensor
