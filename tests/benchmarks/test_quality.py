@@ -307,6 +307,17 @@ def test_advise_knows_what_the_records_say() -> None:
     assert sorted(found, key=key) == sorted(measured(), key=key)
 
 
+def test_a_search_that_has_not_ended_is_on_no_page(tmp_path: Path) -> None:
+    records = RunStore(RESULTS / "records.jsonl")
+    row = Setting("perl", 4, 6, 2.0), "low_communication"
+    (chosen,) = {str(run.spec) for run in find(records)[row].runs if run.seed == 1}
+    fewer = RunStore(tmp_path / "records.jsonl")
+    for run in records:
+        if str(run.spec) != chosen:
+            fewer.add(run)
+    assert row not in find(fewer)
+
+
 def test_the_page_is_made_of_the_records() -> None:
     found = find(RunStore(RESULTS / "records.jsonl"))
     assert (RESULTS.parent / "quality.md").read_text() == make_page(found)

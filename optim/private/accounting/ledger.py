@@ -173,7 +173,7 @@ class Ledger:
         """
         runs = {*runs}
         saved = steps_by(lambda event: event.one, checkpoint_events)
-        is_known = runs <= self.runs
+        is_known = bool(runs) and runs <= self.runs
         known = steps_by(lambda event: event.one, self._history if is_known else ())
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
         missing = [

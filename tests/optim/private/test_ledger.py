@@ -446,6 +446,12 @@ def test_a_checkpoint_of_a_lost_ledger_or_of_another_run(path):
     ]
 
 
+def test_a_history_of_no_run_is_added():
+    ledger = Ledger(None)
+    ledger.record(STEP)
+    assert reconciled(ledger, [STEP], set())[0] == [GaussianEvent(1.0, 0.01, 2)]
+
+
 def test_the_runs_that_a_ledger_has(path):
     with Ledger(path) as ledger:
         ledger.record(STEP)
