@@ -370,7 +370,7 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of releases, as plain numbers.  No secret is in it."""
-        return saved_history(self._history(), self._opened().runs)
+        return saved_history(self._opened().history())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the releases that are in a saved :meth:`state_dict` but not in the ledger.
@@ -380,8 +380,7 @@ class PrivacyEngine:
         Raises:
             ValueError: for a state that :meth:`state_dict` has not returned.
         """
-        events, runs = read_history(state)
-        self._opened().reconcile(events, runs)
+        self._opened().reconcile(read_history(state))
         self._steps_left.clear()
 
     def _know_units(self, count: int) -> None:
@@ -419,8 +418,8 @@ class PrivacyEngine:
                 known = self._opened()
                 self._ledger = Ledger(self._path)
                 if known.events():
-                    self._ledger.reconcile(known.events(), known.runs)
-            history = self._opened().run_id, self.state_dict()
+                    self._ledger.reconcile(known.history())
+            history = self._opened().run, self.state_dict()
         except (OSError, ValueError) as error:  # the other ranks must hear of it
             problem = error
         told = None if problem is None else str(problem)
@@ -430,12 +429,10 @@ class PrivacyEngine:
         if refusal is not None:
             raise ValueError(refusal)
         if transport.rank != 0:
-            run_id, saved = of_first
-            events, runs = read_history(saved)
-            self._ledger = Ledger(None, run_id=run_id)
-            for event in events:
+            run, saved = of_first
+            self._ledger = Ledger(None, run=run)
+            for event in read_history(saved):
                 self._ledger.record(event)
-            self._ledger.join(runs)
         self._steps_left.clear()
 
     def _entry(
@@ -474,7 +471,7 @@ class PrivacyEngine:
                 self._steps_left[event] -= 1
             self._record(event)
             for releases in continued:
-                releases.enter(event, ledger.run_id)
+                releases.enter(event, ledger.run)
 
         return enter
 

@@ -1,12 +1,13 @@
 """Releases as events: steps of the Poisson-sampled Gaussian mechanism, and their history."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.requirements import require_positive, require_within
+from comm_hooks.requirements import require_kind, require_positive, require_within
 
 _KNOWN = ("noise_multiplier", "sample_rate")
 _INTERVALS = {
@@ -34,6 +35,8 @@ class GaussianEvent:
         checkpoint_multiplier: the fraction of the noise multiplier that protects from observers of
             single ranks' checkpoints, from 0 (no protection) to 1; None if it is not known.
         rank_multiplier: the same for observers of single ranks' messages.
+        run: the name of the run that takes these steps, as its ledger gives it; None if it is not
+            known.
 
     Raises:
         ValueError: for values out of range, naming the field.
@@ -54,8 +57,11 @@ class GaussianEvent:
     placement: str | None = field(default=None, repr=False)
     checkpoint_multiplier: float | None = field(default=None, repr=False)
     rank_multiplier: float | None = field(default=None, repr=False)
+    run: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.run is not None:
+            require_kind(self, "run", self.run, str)
         require_positive(self, "steps", self.steps)
         for name, interval in _INTERVALS.items():
             if (value := getattr(self, name)) is not None or name in _KNOWN:
@@ -72,6 +78,12 @@ class GaussianEvent:
     def one(self) -> "GaussianEvent":
         """The event of a single one of these steps: a copy with ``steps=1``."""
         return replace(self, steps=1)
+
+
+def joined(events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
+    """Return the events in order, of which neighbours that differ only in ``steps`` are one."""
+    groups = itertools.groupby(events, key=lambda event: event.one)
+    return [replace(one, steps=sum(event.steps for event in group)) for one, group in groups]
 
 
 def steps_by(kind: Callable[[GaussianEvent], Any], events: Iterable[GaussianEvent]) -> Counter[Any]:

@@ -8,17 +8,16 @@ import os
 import re
 import uuid
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
+from comm_hooks.optim.private.accounting.events import GaussianEvent, joined, steps_by
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import require_kind
 
 _FORMAT = 4
-_HEADER_START = f'{{"ledger": {_FORMAT}, "run": '.encode()
+_HEADER_START = f'{{"ledger": {_FORMAT}, '.encode()
 # The fields of a line that describes the steps after it.
 _KEYS = [field.name for field in fields(GaussianEvent) if field.name != "steps"]
 _STEP = b'"step ', b'"'
@@ -33,14 +32,14 @@ class Ledger:
     checkpoint would count it once.  So the ledger is kept apart, and nothing in it is ever changed
     or removed.  It is written in JSON lines:
 
-    1. a header, ``{"ledger": 4, "run": "..."}``, with the run's random name;
+    1. a header, ``{"ledger": 4}``;
     2. ``{"noise_multiplier": ..., "sample_rate": ...}``: the fields of a
        :class:`~comm_hooks.optim.private.accounting.GaussianEvent`, for the steps after this line;
-    3. ``"step ..."``: one such step;
-    4. ``{"joined": "..."}``: another run, whose releases :meth:`reconcile` has added.
+    3. ``"step ..."``: one such step.
 
-    Every line has a seal, a digest of the line and of the previous seal: in place of the dots in
-    3, under the key ``"seal"`` in the others.  Opening the file detects lines that were edited,
+    A run is what one process records from opening the file to its end.  Every line has a seal, a
+    digest of the line and of the previous seal: in place of the dots in 3, under the key ``"seal"``
+    in 1 and 2.  Opening the file detects lines that were edited,
     torn or removed, but not whole lines missing at the end; :meth:`reconcile` adds those that a
     checkpoint counts.
 
@@ -55,10 +54,7 @@ class Ledger:
     Args:
         path: the file, which is continued if it exists; None for a ledger in memory, which forgets
             the releases of a rolled-back run: for tests, and for the ranks that do not write.
-        run_id: the name of the run of a new ledger; by default a random one.
-
-    Attributes:
-        runs: the runs whose releases are in the ledger, its own among them.
+        run: the name of the run that records; by default a random one.
 
     Raises:
         ValueError: if another process has the ledger open, if the file is not a ledger, or if a
@@ -79,25 +75,22 @@ class Ledger:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, run_id: str | None = None
+        self, path: str | os.PathLike[str] | None = None, *, run: str | None = None
     ) -> None:
         if path is not None:
             require_kind(self, "path", path, str, bytes, os.PathLike)
             if not os.fspath(path):
                 raise ValueError(f"Ledger: path must be the name of a file, got {path!r}")
-        if run_id is not None:
-            require_kind(self, "run_id", run_id, str)
+        if run is not None:
+            require_kind(self, "run", run, str)
         self._history: list[GaussianEvent] = []
-        # Steps of each kind by this process.
-        self._recorded: Counter[GaussianEvent] = Counter()
         # The kind of the steps at the end of the file.
         self._kind: GaussianEvent | None = None
         self._seal = b""
         self._fd: int | None = None
         self._size = 0
         self.path = None if path is None else os.fspath(path)
-        self.run_id = run_id or uuid.uuid4().hex
-        self._joined: set[str] = set()
+        self.run = run or uuid.uuid4().hex
         if self.path is not None:
             self._place = os.path.abspath(self.path)
             self._fd = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -122,8 +115,7 @@ class Ledger:
             PrivacyError: if the file was changed since the last write.  Then do not release.
             ValueError: if the ledger has been closed.
         """
-        self._record(event)
-        self._recorded[event.one] += event.steps
+        self._record(event if event.run is not None else replace(event, run=self.run))
 
     def _record(self, event: GaussianEvent) -> None:
         if self.path is not None:
@@ -138,54 +130,34 @@ class Ledger:
             event = replace(event, steps=self._history.pop().steps + event.steps)
         self._history.append(event)
 
-    @property
-    def runs(self) -> set[str]:
-        return {self.run_id, *self._joined}
-
-    def join(self, runs: Iterable[str]) -> None:
-        """Write down runs whose releases are in the ledger."""
-        for run in sorted({*runs} - self.runs):
-            if self.path is not None:
-                self._require_untouched()
-                self._append(self._sealed(*_object({"joined": run})))
-            self._joined.add(run)
-
     def events(self) -> list[GaussianEvent]:
-        """Return all recorded events, by this process and before it, in order.
+        """Return all recorded events, by this process and before it, in order, without their runs.
 
         Consecutive events that differ only in ``steps`` are one.
         """
+        return joined(replace(event, run=None) for event in self._history)
+
+    def history(self) -> list[GaussianEvent]:
+        """Return the events with the runs that made them."""
         return list(self._history)
 
-    def reconcile(
-        self, checkpoint_events: Iterable[GaussianEvent], runs: Iterable[str]
-    ) -> list[GaussianEvent]:
-        """Add the steps that a checkpoint counts and the ledger lacks; return the history.
+    def reconcile(self, checkpoint_events: Iterable[GaussianEvent]) -> list[GaussianEvent]:
+        """Add the steps that a checkpoint counts and the ledger lacks; return :meth:`events`.
 
-        If the ledger has all runs of the checkpoint, the larger number of steps wins for every kind
-        of event, so that the result costs at least as much as either history, at every delta; steps
-        that were recorded here since the ledger was opened count in addition to those that are
-        added.  Of other runs all steps are added.  Warns where the two disagree.
+        For every kind of event of every run the larger number of steps wins, so that the result
+        costs at least as much as either history, at every delta.  Warns where the two disagree.
 
         Args:
-            checkpoint_events: the history in the checkpoint.
-            runs: the runs that it consists of.
+            checkpoint_events: the :meth:`history` in the checkpoint.
         """
-        runs = {*runs}
         saved = steps_by(lambda event: event.one, checkpoint_events)
-        is_known = bool(runs) and runs <= self.runs
-        known = steps_by(lambda event: event.one, self._history if is_known else ())
+        ours = steps_by(lambda event: event.one, self._history)
         where = f"the ledger {self.path}" if self.path is not None else "the ledger in memory"
-        missing = [
-            replace(kind, steps=steps - known[kind] + self._recorded[kind] * is_known)
-            for kind, steps in saved.items()
-            if steps > known[kind]
-        ]
-        after = sum(max(0, steps - saved[kind]) for kind, steps in known.items())
+        missing = [replace(kind, steps=steps) for kind, steps in (saved - ours).items()]
+        after = (ours - saved).total()
         # Before the warnings, which may be errors.
         for event in missing:
             self._record(event)
-        self.join(runs)
         if missing:
             added = sum(event.steps for event in missing)
             warnings.warn(
@@ -234,7 +206,7 @@ class Ledger:
                     f"ledger {self.path}: the file exists and is not a ledger: choose another path"
                 )
             os.ftruncate(self._fd, 0)
-            self._append(self._sealed(*_object({"ledger": _FORMAT, "run": self.run_id})))
+            self._append(self._sealed(*_object({"ledger": _FORMAT})))
             _sync_folder(self._place)
             return
         self._read_header(lines[0])
@@ -252,8 +224,7 @@ class Ledger:
 
     def _read_header(self, line: bytes) -> None:
         try:
-            header = json.loads(line)
-            found, self.run_id = header["ledger"], header["run"]
+            found = json.loads(line)["ledger"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
                 f"ledger {self.path}: the file exists and is not a ledger: choose another path"
@@ -278,9 +249,6 @@ class Ledger:
                 steps.append(self._kind)
             elif number > 1:
                 content = json.loads(line)
-                if "joined" in content:
-                    self._joined.add(content["joined"])
-                    continue
                 self._kind = GaussianEvent(**{key: content[key] for key in _KEYS})
         # A million events would take long to make: equal neighbours are added up first.
         for kind, group in itertools.groupby(steps):

@@ -14,17 +14,15 @@ from comm_hooks.requirements import in_one_line
 class Releases:
     """The releases on which a state depends: an exchange's residuals, or moments.
 
-    They are saved with the state: each kind of event with its number of steps, and the runs that
-    made them, which are those of ledgers.  A state without releases was not saved by private
-    training, and may hold gradients without noise; with releases that the ledger lacks, or that
-    another run has made, epsilon would be too small.
+    They are saved with the state: each kind of event, of each run, with its number of steps.  A
+    state without releases was not saved by private training, and may hold gradients without noise;
+    with releases that the ledger lacks, epsilon would be too small.
 
     Args:
         only: the placement of noise that a loaded state must have been saved with; None for any.
 
     Attributes:
         steps: the number of steps of each event.
-        runs: the runs that made them.
 
     Example::
 
@@ -33,8 +31,8 @@ class Releases:
         >>> releases = Releases(only="local")
         >>> releases.enter(GaussianEvent(1.1, 0.01, placement="local"), "3f2a")
         >>> releases.add("local", 1.1)
-        >>> releases.runs, list(releases.steps.values())
-        ({'3f2a'}, [1])
+        >>> [(event.run, steps) for event, steps in releases.steps.items()]
+        [('3f2a', 1)]
         >>> releases.check(None)
         Traceback (most recent call last):
         ...
@@ -43,15 +41,13 @@ class Releases:
 
     def __init__(self, only: str | None = None) -> None:
         self.steps: Counter[GaussianEvent] = Counter()
-        self.runs: set[str] = set()
         self._only = only
         self._entered: GaussianEvent | None = None
-        self._must_be_counted = False
+        self._counted_by: str | None = None
 
     def enter(self, event: GaussianEvent, run: str) -> None:
         """Note what the ledger of a run has recorded for the next release."""
-        self._entered = event
-        self.runs.add(run)
+        self._entered = replace(event, run=run)
 
     def add(self, placement: str, noise_multiplier: float) -> None:
         """Count one more release; without an entry in a ledger, as of every sample."""
@@ -62,7 +58,7 @@ class Releases:
     def saved(self) -> dict[str, Any]:
         """Return the releases as plain values, to save with the state."""
         events = [replace(event, steps=steps) for event, steps in self.steps.items()]
-        return saved_history(events, self.runs)
+        return saved_history(events)
 
     def check(self, found: object) -> None:
         """Raise unless a state with these releases may be loaded.
@@ -80,8 +76,7 @@ class Releases:
                 "gradients without noise, which the next steps would release. Load a state that "
                 "private training has saved; load moments of public data into optimizer.inner"
             )
-        events, _ = read_history(found)
-        others = {str(event.placement) for event in events} - {self._only}
+        others = {str(event.placement) for event in read_history(found)} - {self._only}
         if others and self._only is not None:
             raise PrivacyError(
                 f"load_state_dict: the state was saved with placement {min(others)!r}, and the "
@@ -91,57 +86,42 @@ class Releases:
 
     def adopt(self, found: object) -> None:
         """Continue from the releases of a loaded state, which :meth:`check` has accepted."""
-        events, runs = read_history(found)
-        for event, steps in steps_by(lambda event: event.one, events).items():
-            self.steps[event] = max(steps, self.steps[event])
-        self.runs |= runs
-        self._must_be_counted = True
+        self.steps |= steps_by(lambda event: event.one, read_history(found))
+        self._counted_by = None
 
     def require_counted(self, ledger: Ledger) -> None:
-        """Raise ``PrivacyError`` if the ledger lacks some of the releases, or a run of theirs."""
-        strange = self.runs - ledger.runs
-        if not strange and not self._must_be_counted:
+        """Raise ``PrivacyError`` if the ledger lacks some of the releases."""
+        if self._counted_by == ledger.run:
             return
-        remedy = (
-            "epsilon would be too small. Pass the ledger of the run that saved the state to "
-            "PrivacyEngine, or load the state_dict() of its PrivacyEngine"
-        )
-        counted = steps_by(lambda event: event.one, ledger.events())
+        counted = steps_by(lambda event: event.one, ledger.history())
         for event, steps in self.steps.items():
             if steps > counted[event]:
                 raise PrivacyError(
                     f"a state was loaded that {steps} releases with noise_multiplier "
                     f"{event.noise_multiplier:g}, sample_rate {event.sample_rate:g} and placement "
                     f"{event.placement!r} have made, and the ledger has only {counted[event]} of "
-                    f"them: {remedy}"
+                    f"them: epsilon would be too small. Pass the ledger of the "
+                    "run that saved the state to PrivacyEngine, or load the state_dict() of its "
+                    "PrivacyEngine"
                 )
-        if strange:
-            raise PrivacyError(
-                f"a state was loaded that the run {min(strange)} has made, and the ledger is of "
-                f"another run: {remedy}"
-            )
-        self._must_be_counted = False
+        self._counted_by = ledger.run
 
 
-def saved_history(events: Iterable[GaussianEvent], runs: Iterable[str]) -> dict[str, Any]:
-    """Return events and the runs that made them as plain values."""
-    return {"runs": sorted(runs), "events": [asdict(event) for event in events]}
+def saved_history(events: Iterable[GaussianEvent]) -> dict[str, Any]:
+    """Return events as plain values."""
+    return {"events": [asdict(event) for event in events]}
 
 
-def read_history(found: Any) -> tuple[list[GaussianEvent], set[str]]:
-    """Return the events and runs that :func:`saved_history` made plain.
+def read_history(found: Any) -> list[GaussianEvent]:
+    """Return the events that :func:`saved_history` made plain.
 
     Raises:
         ValueError: for other values.
     """
     try:
-        events = [GaussianEvent(**event) for event in found["events"]]
-        runs = set(found["runs"])
-        if not all(isinstance(run, str) for run in runs):
-            raise TypeError
+        return [GaussianEvent(**event) for event in found["events"]]
     except (KeyError, TypeError, ValueError):
         raise ValueError(
-            "releases in a saved state must be a mapping with 'events' and 'runs', as private "
-            f"training saves them, got {in_one_line(found)}: load another checkpoint"
+            "releases in a saved state must be a mapping with 'events', as private training saves "
+            f"them, got {in_one_line(found)}: load another checkpoint"
         ) from None
-    return events, runs

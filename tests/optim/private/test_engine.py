@@ -234,24 +234,27 @@ def test_an_empty_batch_is_a_step_of_noise() -> None:
     next(batches)
     optimizer.step()  # not even a backward pass
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert engine.state_dict()["events"] == [
-        {
-            "noise_multiplier": 1.0,
-            "sample_rate": 1e-9,
-            "steps": 2,
-            "placement": "central",
-            "checkpoint_multiplier": 1.0,
-            "rank_multiplier": 0.0,
-        }
-    ]
+    (event,) = engine.state_dict()["events"]
+    assert event == {
+        "noise_multiplier": 1.0,
+        "sample_rate": 1e-9,
+        "steps": 2,
+        "placement": "central",
+        "checkpoint_multiplier": 1.0,
+        "rank_multiplier": 0.0,
+        "run": engine._opened().run,
+    }
 
 
 def test_samples_without_a_finite_gradient_are_left_out_and_counted() -> None:
     model = small_model()
-    _, optimizer, loader = private(PrivacyEngine(), model, **first(10))
+    data = TensorDataset(*(part.clone() for part in dataset()[:10]))
+    data.tensors[0][3] = float("nan")
+    data.tensors[0][7, 0] = float("inf")
+    _, optimizer, loader = private(
+        PrivacyEngine(), model, data_loader=DataLoader(data), sample_rate=1.0
+    )
     inputs, labels = next(iter(loader))
-    inputs[3] = float("nan")
-    inputs[7, 0] = float("inf")
     with pytest.warns(UserWarning, match="gradients of 2 samples are not finite"):
         optimizer.backward((inputs, labels))
     optimizer.step()

@@ -5,10 +5,10 @@ import errno
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -79,19 +79,19 @@ def test_the_file(path):
         ledger.record(STEP)
         ledger.record(GaussianEvent(1.0, 0.01, 2))
         ledger.record(PLACED)
-        run_id = ledger.run_id
+        run = ledger.run
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     seals = [line.pop("seal") for line in lines if isinstance(line, dict)]
-    assert lines[0] == {"ledger": 4, "run": run_id}
+    assert lines[0] == {"ledger": 4}
     known = {"placement": None, "checkpoint_multiplier": None, "rank_multiplier": None}
-    assert lines[1] == {"noise_multiplier": 1.0, "sample_rate": 0.01, **known}
+    assert lines[1] == {"noise_multiplier": 1.0, "sample_rate": 0.01, **known, "run": run}
     steps = [line.split() for line in lines if isinstance(line, str)]
     assert [word for word, _ in steps] == ["step"] * 4
     placed = {"placement": "shares", "checkpoint_multiplier": 1.0, "rank_multiplier": 0.5}
-    assert lines[5] == {"noise_multiplier": 1.0, "sample_rate": 0.01, **placed}
+    assert lines[5] == {"noise_multiplier": 1.0, "sample_rate": 0.01, **placed, "run": run}
     assert len({*seals, *(seal for _, seal in steps)}) == len(lines) == 7
     with Ledger(path) as ledger:
-        assert ledger.run_id == run_id
+        assert ledger.run != run, "of this process"
         assert ledger.events() == [GaussianEvent(1.0, 0.01, 3), PLACED]
 
 
@@ -368,8 +368,9 @@ def test_warnings_that_are_errors(path):
         Ledger(path)
     with Ledger(path) as ledger:
         assert steps_of(ledger.events()) == 2
+        (run,) = {event.run for event in ledger.history()}
         with pytest.raises(UserWarning, match="lacks 3 steps"):
-            ledger.reconcile([GaussianEvent(1.0, 0.01, 5)], ledger.runs)
+            ledger.reconcile([GaussianEvent(1.0, 0.01, 5, run=run)])
         assert steps_of(ledger.events()) == 5
 
 
@@ -379,24 +380,28 @@ def test_a_ledger_is_not_copied():
             copying(Ledger(None))
 
 
-def reconciled(ledger, checkpoint, runs=None):
+def of_run(events, run):
+    return [replace(event, run=run) for event in events]
+
+
+def reconciled(ledger, checkpoint):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        events = ledger.reconcile(checkpoint, ledger.runs if runs is None else runs)
+        events = ledger.reconcile(checkpoint)
     assert all(warning.filename == __file__ for warning in caught)
     return events, [str(warning.message) for warning in caught]
 
 
 def test_a_run_that_went_back_to_a_checkpoint(path):
-    agreeing = Ledger(None)
+    agreeing = Ledger(None, run="a")
     for event in (STEP, OTHER, STEP):
         agreeing.record(event)
     # The order in which steps were taken costs nothing.
-    checkpoint = [GaussianEvent(1.0, 0.01, 2), OTHER]
-    assert agreeing.reconcile(checkpoint, agreeing.runs) == [STEP, OTHER, STEP]
-    with Ledger(path) as ledger:
+    checkpoint = of_run([GaussianEvent(1.0, 0.01, 2), OTHER], "a")
+    assert agreeing.reconcile(checkpoint) == [STEP, OTHER, STEP]
+    with Ledger(path, run="a") as ledger:
         ledger.record(GaussianEvent(1.0, 0.01, 140))
-        events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
+        events, (message,) = reconciled(ledger, of_run([GaussianEvent(1.0, 0.01, 100)], "a"))
     assert events == [GaussianEvent(1.0, 0.01, 140)]
     assert "counts 40 steps that the checkpoint does not: they were released after" in message
 
@@ -404,17 +409,17 @@ def test_a_run_that_went_back_to_a_checkpoint(path):
 @settings(max_examples=60, deadline=None)
 @given(histories, histories, st.sampled_from([1e-9, 1e-5, 1e-2]), st.booleans())
 def test_reconciling_never_counts_less(recorded, saved, delta, is_of_this_run):
-    ledger = Ledger(None)
+    ledger = Ledger(None, run="a")
     for event in recorded:
         ledger.record(event)
-    events, messages = reconciled(ledger, saved, ledger.runs if is_of_this_run else {"another"})
+    events, messages = reconciled(ledger, of_run(saved, "a" if is_of_this_run else "b"))
     assert events == ledger.events()
     for mechanism in MECHANISMS:
         ours, theirs, result = (
             steps_of(event for event in history if event.mechanism == mechanism)
             for history in (recorded, saved, events)
         )
-        assert result == (ours if is_of_this_run and theirs <= ours else ours + theirs)
+        assert result == (max(ours, theirs) if is_of_this_run else ours + theirs)
     for history in (recorded, saved):
         if history:
             epsilon = RDPAccountant().epsilon(history, delta)
@@ -423,44 +428,30 @@ def test_reconciling_never_counts_less(recorded, saved, delta, is_of_this_run):
         {m: steps_of(e for e in history if e.mechanism == m) for m in MECHANISMS}
         for history in (recorded, saved)
     ]
-    assert bool(messages) == (counts[0] != counts[1] if is_of_this_run else bool(saved))
+    assert bool(messages) == (counts[0] != counts[1] if is_of_this_run else bool(recorded + saved))
+    again, _ = reconciled(ledger, ledger.history())
+    assert again == events
 
 
-def test_a_checkpoint_of_a_lost_ledger_or_of_another_run(path):
+def test_each_run_counts_by_itself(path):
+    """Whatever is restored, forked or continued twice: the sum of the most that each run counts."""
+    first = Ledger(None, run="a")
+    first.record(GaussianEvent(1.0, 0.01, 100))
+    at_100 = first.history()
+    first.record(GaussianEvent(1.0, 0.01, 50))
     with Ledger(path) as ledger:
-        events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 100)])
-        assert "lacks 100 steps that the checkpoint counts: they are added" in message
-        assert ledger.reconcile(events, ledger.runs) == events == [GaussianEvent(1.0, 0.01, 100)]
+        reconciled(ledger, at_100)
+        ledger.record(GaussianEvent(1.0, 0.01, 80))
+        backup, at_180 = path.read_bytes(), ledger.history()
+        ledger.record(GaussianEvent(1.0, 0.01, 40))  # in the checkpoint, and not in the backup
+        checkpoint = ledger.history()
+    path.write_bytes(backup)
+    with Ledger(path) as ledger:
+        assert ledger.history() == at_180
+        ledger.record(GaussianEvent(1.0, 0.01, 20))
+        assert steps_of(reconciled(ledger, checkpoint)[0]) == 100 + 80 + 40 + 20
+        assert steps_of(reconciled(ledger, first.history())[0]) == 150 + 80 + 40 + 20
+        events, messages = reconciled(ledger, ledger.history())
+        assert not messages
     with Ledger(path) as ledger:
         assert ledger.events() == events
-        # None of the three is one of the 109.
-        ledger.record(GaussianEvent(1.0, 0.01, 3))
-        events, (message,) = reconciled(ledger, [GaussianEvent(1.0, 0.01, 109)])
-        assert "lacks 9 steps" in message
-        assert steps_of(events) == 112
-        events, messages = reconciled(ledger, [GaussianEvent(0.7, 0.01, 3)])
-    assert events == [GaussianEvent(1.0, 0.01, 112), GaussianEvent(0.7, 0.01, 3)]
-    assert [re.search("(lacks|counts) [0-9]+ steps", m)[0] for m in messages] == [
-        "lacks 3 steps",
-        "counts 112 steps",
-    ]
-
-
-def test_a_history_of_no_run_is_added():
-    ledger = Ledger(None)
-    ledger.record(STEP)
-    assert reconciled(ledger, [STEP], set())[0] == [GaussianEvent(1.0, 0.01, 2)]
-
-
-def test_the_runs_that_a_ledger_has(path):
-    with Ledger(path) as ledger:
-        ledger.record(STEP)
-        reconciled(ledger, [STEP], {"another", ledger.run_id})
-        assert ledger.events() == [GaussianEvent(1.0, 0.01, 2)]
-        ledger.record(STEP)
-    with Ledger(path) as again:
-        assert again.runs == {again.run_id, "another"} == ledger.runs
-        again.record(STEP)
-        # Now it is known: nothing is added.
-        assert reconciled(again, [GaussianEvent(1.0, 0.01, 2)], {"another"})[0] == again.events()
-        assert steps_of(again.events()) == 4
