@@ -34,15 +34,45 @@ def _losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def _steps(model: nn.Module, shape: tuple[int, ...], mode: str) -> Callable[[], None]:
+class _Bag(nn.Module):
+    """The mean of a sentence's words, without those that it was padded with, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        mask = (words != 0).unsqueeze(-1).float()
+        return self.layers((self.words(words) * mask).sum(dim=1) / mask.sum(dim=1))
+
+
+def _padded(samples: list[Any]) -> Any:
+    words = nn.utils.rnn.pad_sequence([words for words, _ in samples], batch_first=True)
+    return words, torch.stack([label for _, label in samples])
+
+
+_BAG = "mean of words, sentences of 1 to 128"
+
+
+def _data(shape: tuple[int, ...] | None) -> DataLoader[Any]:
+    labels = torch.randint(10, (_SAMPLES,))
+    if shape is not None:
+        return DataLoader(TensorDataset(torch.randn(_SAMPLES, *shape), labels))
+    lengths = torch.randint(1, 129, (_SAMPLES,)).tolist()
+    sentences = [torch.randint(1, 1000, (length,)) for length in lengths]
+    samples: Any = [*zip(sentences, labels, strict=True)]
+    return DataLoader(samples, collate_fn=_padded)
+
+
+def _steps(model: nn.Module, shape: tuple[int, ...] | None, mode: str) -> Callable[[], None]:
     """Return a function that takes a private step."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(_SAMPLES, *shape), torch.randint(10, (_SAMPLES,)))
     model = copy.deepcopy(model)
     _, optimizer, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=DPSGD(model.named_parameters(), lr=0.01),
-        data_loader=DataLoader(data),
+        data_loader=_data(shape),
         loss_function=_losses,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
@@ -76,7 +106,7 @@ def main() -> bool:
     warnings.simplefilter("ignore")
     print_head("model", "mode", "step without the check, ms", "with / without")
     is_too_much = False
-    for name, (model, shape) in MODELS.items():
+    for name, (model, shape) in {**MODELS, _BAG: (_Bag(), None)}.items():
         for mode in ("functorch", "hooks"):
             actions = {
                 "with": _steps(model, shape, mode),
