@@ -270,8 +270,11 @@ def test_accountants_by_name():
 
 
 def test_events_hold_plain_numbers():
-    event = GaussianEvent(1, np.float64(0.25), 3, "shares", 1, 0)
-    assert [type(value) for value in vars(event).values()] == [float, float, int, str, float, float]
+    event = GaussianEvent(1, np.float64(0.25), 3, "shares", 1, 0, "a run")
+    kinds = [float, float, int, str, float, float, str]
+    assert [type(value) for value in vars(event).values()] == kinds
+    with pytest.raises(ValueError, match="run must be a str"):
+        GaussianEvent(1.0, 0.25, run=3)
 
 
 @pytest.mark.parametrize(
