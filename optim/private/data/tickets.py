@@ -46,33 +46,39 @@ class _Drawn:
     read: Callable[[Sequence[int]], Any]
     rows: int
 
-    def alone(self, batch: Any, row: int) -> Any:
-        """Read a sample again, with the structure, devices and dtypes of the batch that was passed.
+    def reader(self, batch: Any) -> Read:
+        """Return a function that reads a sample with the structure, devices and dtypes of a batch.
 
-        Raises:
-            PrivacyError: if a tensor of that batch is none that the loader gave.
+        It raises ``PrivacyError`` if a tensor of that batch is none that the loader gave.
         """
         passed, structure = pytree.tree_flatten(batch)
-        self.leaves = self.leaves or _tensors(self.read(range(self.rows)))
-        sources = [self._source(leaf) for leaf in passed]
-        found = _tensors(self.read([row]))
-        leaves = []
-        for source, leaf in zip(sources, passed, strict=True):
-            one = found[source].to(leaf.device, leaf.dtype)
-            if leaf.shape != self.leaves[source].shape:
-                if one[0].numel() != leaf[0].numel():
-                    raise PrivacyError(
-                        f"DPOptimizer: the loader gave rows of shape "
-                        f"{tuple(self.leaves[source].shape[1:])}, padded to each other, and "
-                        f"backward() got {tuple(leaf.shape[1:])}: reshape them in collate_fn or "
-                        "in the loss function, where samples can be compared with themselves alone"
-                    )
-                one = one.reshape(1, *leaf.shape[1:])
-            leaves.append(one)
-        return pytree.tree_unflatten(leaves, structure)
+        sources = functools.cache(lambda: [self._source(leaf) for leaf in passed])
+
+        def read(row: int) -> Any:
+            places, found = sources(), _tensors(self.read([row]))
+            pairs = zip(places, passed, strict=True)
+            return pytree.tree_unflatten(
+                [self._like(found[place], leaf, place) for place, leaf in pairs], structure
+            )
+
+        return read
+
+    def _like(self, one: torch.Tensor, passed: torch.Tensor, place: int) -> torch.Tensor:
+        """Return a tensor that was read again as the tensor was passed that it stands for."""
+        one, given = one.to(passed.device, passed.dtype), self.leaves[place].shape
+        if passed.shape == given:
+            return one
+        if one[0].numel() != passed[0].numel():
+            raise PrivacyError(
+                f"DPOptimizer: the loader gave rows of shape {tuple(given[1:])}, padded to each "
+                f"other, and backward() got {tuple(passed.shape[1:])}: reshape them in collate_fn "
+                "or in the loss function, where samples can be compared with themselves alone"
+            )
+        return one.reshape(1, *passed.shape[1:])
 
     def _source(self, passed: torch.Tensor) -> int:
         """Return the place of the tensor that was passed among those that the loader gave."""
+        self.leaves = self.leaves or _tensors(self.read(range(self.rows)))
         for is_it in (operator.is_, _has_values_of):
             for place, leaf in enumerate(self.leaves):
                 if is_it(passed, leaf):
@@ -104,9 +110,9 @@ class Tickets:
     independently of all other steps.  So every batch is used whole, once, and in its turn.
 
     A ticket is kept here and not in the batch, so that it survives loaders around loaders, which
-    may fetch ahead, and copies to a device.  A batch is recognized by its tensors.  For copied or
-    transformed tensors only the number of rows is compared with that of the next batch: a fresh
-    copy of an old batch with as many rows as the next one is not detected.
+    may fetch ahead, and copies to a device.  A batch is recognized by its tensors.  Of copies only
+    the number of rows is compared with that of the next batch, and their values in those batches
+    whose samples are differentiated alone (:meth:`reader`).
 
     Args:
         are_checked: False if the caller is responsible for the batches, and no batch is refused.
@@ -189,7 +195,7 @@ class Tickets:
         It raises ``PrivacyError`` if the batch that was passed is not as the loader gave it.
         """
         drawn = self._drawn.get(self._current) if self._current else None
-        return None if drawn is None else functools.partial(drawn.alone, batch)
+        return None if drawn is None else drawn.reader(batch)
 
     def restart(self) -> None:
         """Take the batch back from the step, so that it can be used again after a failure."""
