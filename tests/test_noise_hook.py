@@ -10,6 +10,7 @@ from comm_hooks import CountSketch, ErrorFeedback, Exchange, Quantize, RandomK, 
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.compressors.identity import Identity
+from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.noise_hook import NoiseHook, Place
 from comm_hooks.memory.base import Memory
 from tests.worlds import World
@@ -39,6 +40,24 @@ class Recorder(NoiseHook):
             tensor.add_(self.shift)
 
 
+class Guarding:
+    """A gate that lets every round through, with a hook."""
+
+    def __init__(self, hook: NoiseHook) -> None:
+        self.hook = hook
+
+    def require_open(self, *, protects: bool) -> None:
+        pass
+
+    def protect(self, layout: Layout) -> NoiseHook:
+        return self.hook
+
+
+def guarded(exchange: Exchange, guard: NoiseHook | None) -> Exchange:
+    exchange.gate = Guarding(guard) if guard else None
+    return exchange
+
+
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -59,7 +78,7 @@ def run(
     world = World(RANKS, compressor, make, collective=collective)
     results = [tensors(rank) for rank in range(RANKS)]
     rounds = zip(world.exchanges, results, guards, strict=True)
-    world.simulated.run([e.round(own, noise_hook=guard) for e, own, guard in rounds])
+    world.simulated.run([guarded(e, guard).round(own) for e, own, guard in rounds])
     return results, world.exchanges
 
 
@@ -131,7 +150,7 @@ def _payload_scale(
     unclipped = Recorder("payload")
     for g in (guard, unclipped):
         exchange = Exchange(compressor, transport=world[0])
-        exchange.average_({n: t.clone() for n, t in vectors.items()}, noise_hook=g)
+        guarded(exchange, g).average_({n: t.clone() for n, t in vectors.items()})
     return (guard.totals[0][0].norm() / unclipped.totals[0][0].norm()).clamp(max=1.0)
 
 
@@ -146,7 +165,7 @@ def test_owners_see_the_exact_sum_and_compress_what_they_made_of_it() -> None:
         results = [tensors(rank) for rank in range(RANKS)]
         world.run(
             [
-                e.round(result, noise_hook=guard)
+                guarded(e, guard).round(result)
                 for e, result, guard in zip(exchanges, results, guards, strict=True)
             ]
         )
@@ -201,7 +220,7 @@ def test_a_round_with_and_one_without_a_safeguard_share_an_exchange() -> None:
     exchange = Exchange(Identity(), transport=world[0])
     for guard, expected in ((None, 1.0), (Recorder("payload", shift=2.0), 3.0), (None, 1.0)):
         vector = torch.ones(64, 64)
-        exchange.average_({"w": vector}, noise_hook=guard)
+        guarded(exchange, guard).average_({"w": vector})
         assert (vector == expected).all()
 
 

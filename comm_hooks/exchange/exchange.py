@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from comm_hooks.exchange.agreement import Agreement, Owner, compare_tensors
 from comm_hooks.exchange.bucket import Bucket, Buckets
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
-from comm_hooks.exchange.noise_hook import NoiseHook
+from comm_hooks.exchange.noise_hook import Gate, NoiseHook
 from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
 from comm_hooks.exchange.saved_state import Position
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
@@ -49,13 +49,6 @@ logger = logging.getLogger(__name__)
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _FLOATS = Identity()
 _REPORTED = "_comm_hooks_reported"  # an attribute of errors that the other ranks know of
-
-
-class Gate(Protocol):
-    """Decides which rounds an exchange carries out."""
-
-    def require_open(self) -> None:
-        """Raise ``ValueError`` if there may be no round now."""
 
 
 class Exchange:
@@ -87,7 +80,7 @@ class Exchange:
         buckets: the sets of tensors exchanged so far, with their workspaces.
         steps_per_round: the number of steps of the optimizer between two rounds.
         owner_counts: whether the owner counts the bytes that :meth:`stats` compares with.
-        gate: asked before every round, if there is one.
+        gate: asked before every round, if there is one; it clips and adds noise.
 
     Memory: a float32 workspace of 4 bytes per element, and the residuals in ``memory``.
 
@@ -335,7 +328,6 @@ class Exchange:
         extras: Mapping[str, torch.Tensor] | None = None,
         compress: bool | Compressor = True,
         memory: Memory | None = None,
-        noise_hook: NoiseHook | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Replace each tensor, in place, by its mean over ranks; blocking.  Counts as one step.
@@ -349,16 +341,15 @@ class Exchange:
                 exchange in this round.
             memory: an error-feedback memory that replaces that of the exchange, such as that of
                 another client.
-            noise_hook: clips and adds noise, for private training.
             dtype: the dtype of the values, if the tensors are copies in a wider one: 16 bits are
                 sent exactly.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
-                or a noise_hook that does not fit the settings.
+                that does not fit the settings or the :attr:`gate`.
         """
-        options = {"compress": compress, "memory": memory, "noise_hook": noise_hook}
-        self.transport.run(self.round(tensors, extras=extras, dtype=dtype, **options))
+        options = {"compress": compress, "memory": memory, "dtype": dtype}
+        self.transport.run(self.round(tensors, extras=extras, **options))
 
     def workspace(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous float32 tensors of these names and shapes, to fill and then average.
@@ -405,7 +396,6 @@ class Exchange:
         compress: bool | Compressor = True,
         memory: Memory | None = None,
         scale: float = 1.0,
-        noise_hook: NoiseHook | None = None,
         replica: Sequence[torch.Tensor] | None = None,
         partial: bool = False,
         dtype: torch.dtype | None = None,
@@ -416,7 +406,7 @@ class Exchange:
             bucket: from :attr:`buckets`.
             tensors: dense, of one floating-point dtype, shaped like the bucket's segments;
                 overwritten with the mean.
-            compress, memory, noise_hook, dtype: see :meth:`average_`.
+            compress, memory, dtype: see :meth:`average_`.
             scale: the loss scale by which the tensors are multiplied.
             replica: tensors that must be bit-identical on all ranks at this moment; every
                 ``verify_every`` steps ranks compare a fingerprint of them.  None: the parameters of
@@ -425,7 +415,7 @@ class Exchange:
                 :meth:`end_step`, and only if all buckets were finite.
         """
         with self.failing_together():
-            self.require_open()
+            self.require_open(protects=True)
             if isinstance(compress, Compressor):
                 self.settings.check(compress)
             yield from self.agree()
@@ -444,6 +434,11 @@ class Exchange:
             if verify:
                 stamp = self.agreement.with_fingerprint(stamp, replica)
                 self._compared_at = self.step
+            self._checks.wait(before=self.step)
+            if not bucket.layout.work.numel():
+                return  # parameters without elements
+            bucket.layout.load(tensors)
+            noise_hook = self.gate.protect(bucket.layout) if self.gate else None
             uses_memory = compress and not (noise_hook and noise_hook.place == "owner")
             limit = largest_in(tensors[0].dtype)
             waits = partial or limit is not None
@@ -458,12 +453,10 @@ class Exchange:
                 transaction=self._transaction if waits else None,
                 mean=self.buckets.mean_of(bucket) if waits and uses_memory else None,
             )
-            self._checks.wait(before=self.step)
-            if not bucket.layout.work.numel():
-                return  # parameters without elements
             dtype = dtype or tensors[0].dtype
-            route = self._route(bucket, compress, noise_hook, exact(dtype))
-            bucket.layout.load(tensors)
+            # Noised vectors are rounded to 16 bits where the placement allows it, or not at all.
+            is_exact = _FLOATS if self.gate else exact(dtype)
+            route = self._route(bucket, compress, noise_hook, is_exact)
             self._traffic.sent += route.traffic
             if not self.owner_counts:
                 self.count_gradients(dtype.itemsize * bucket.layout.work.numel())
@@ -522,10 +515,10 @@ class Exchange:
             yield from route.reduce(context, factor=factor)
             (context[own].mean or layouts[own]).store(output)
 
-    def require_open(self) -> None:
-        """Raise ``ValueError`` if :attr:`gate` allows no round now."""
+    def require_open(self, *, protects: bool = False) -> None:
+        """Raise ``ValueError`` if :attr:`gate` allows no round now; see :class:`Gate`."""
         if self.gate is not None:
-            self.gate.require_open()
+            self.gate.require_open(protects=protects)
 
     def verifies(self, *, is_new: bool = False) -> bool:
         """Return whether ranks compare a fingerprint of their parameters in this step.

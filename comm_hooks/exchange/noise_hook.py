@@ -1,10 +1,12 @@
-"""The interface by which private training clips messages and adds noise in a round."""
+"""The interfaces by which private training decides on rounds, clips messages and adds noise."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+
+from comm_hooks.exchange.layout import Layout
 
 Place = Literal["payload", "message", "owner"]
 
@@ -45,3 +47,21 @@ class NoiseHook(ABC):
     @abstractmethod
     def add_noise_(self, total: Sequence[torch.Tensor]) -> None:
         """Add noise to the sum over ranks, float32 tensors of the same shapes, in place."""
+
+
+class Gate(Protocol):
+    """Decides which rounds an exchange carries out, and protects what they send."""
+
+    def require_open(self, *, protects: bool) -> None:
+        """Raise ``ValueError`` if there may be no round now.
+
+        Args:
+            protects: whether the round calls :meth:`protect`.
+        """
+
+    def protect(self, layout: Layout) -> NoiseHook | None:
+        """Change the vectors of a round, or return the hook that does so on their way.
+
+        Args:
+            layout: this rank's vectors, before residuals are added.
+        """

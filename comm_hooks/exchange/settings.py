@@ -310,6 +310,20 @@ class ExchangeSettings:
         }
 
 
+def require_plain_gradients(loss_scale: object, start_compression_step: int) -> None:
+    """Raise ``ValueError`` for steps in which private gradients would not be bounded."""
+    if loss_scale is not None:
+        raise ValueError(
+            "private: gradients multiplied by a loss scale are not supported: use bfloat16, which "
+            "needs no GradScaler"
+        )
+    if start_compression_step:
+        raise ValueError(
+            "private: start_compression_step must be 0: the placement of the noise is valid for "
+            "steps with the compressor"
+        )
+
+
 def require_gradients(settings: ExchangeSettings, who: str) -> None:
     """Raise ``ValueError``, in the name of ``who``, if rounds average changes of gradients."""
     if settings.memory is not None and settings.memory.sends_changes:

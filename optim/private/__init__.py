@@ -33,6 +33,7 @@ from comm_hooks.optim.private.optimizers.public_knowledge import (
     token_frequency,
 )
 from comm_hooks.optim.private.optimizers.scale_then_privatize import ScaleThenPrivatize
+from comm_hooks.optim.private.rank_level import RankLevel
 
 __all__ = [
     "AdaDPS",
@@ -57,6 +58,7 @@ __all__ = [
     "PrivateParticipation",
     "PublicGradients",
     "PublicTransform",
+    "RankLevel",
     "Released",
     "ScaleThenPrivatize",
     "Scheme",

@@ -253,10 +253,8 @@ class _PrivateCollection(Collection):
         exchange = self.exchange
         tensors = list(message.values())
         bucket = exchange.buckets.of(message)
-        with self._participation.gate.open():
-            exchange.transport.run(
-                exchange.bucket_round(bucket, tensors, memory=memory, noise_hook=self._guard)
-            )
+        with self._participation.gate.open(lambda layout: self._guard):
+            exchange.transport.run(exchange.bucket_round(bucket, tensors, memory=memory))
         torch._foreach_mul_(tensors, exchange.transport.world_size)
         return tensors
 

@@ -183,19 +183,23 @@ class PrivacyEngine:
         )
         exchange.agree_on({"sample_rate": sample_rate, "optimizer": type(optimizer).__name__})
         refuse_later_hooks(module)
-        self._share_history(transport)
-        self._know_units(len(data_loader.dataset))  # type: ignore[arg-type]
 
         def event_of_step() -> GaussianEvent:
             # By the settings at the time of the step, which may have changed.
             event = GaussianEvent(mechanism.noise_multiplier, sample_rate)
             return mechanism.verdict.recorded(event, placement)
 
+        enter = self.account(
+            transport,
+            len(data_loader.dataset),  # type: ignore[arg-type]
+            event_of_step,
+            [mechanism.releases, releases_into(optimizer)],
+        )
         private = DPOptimizer(
             optimizer,
             gradients,
             mechanism,
-            self._entry(event_of_step, [mechanism.releases, releases_into(optimizer)]),
+            enter,
             tickets=loader.tickets,
             model=RegisteredModel(module, is_fixed=False),
         )
@@ -316,6 +320,25 @@ class PrivacyEngine:
         resettle(participation, "enter", self._entry(lambda: event, [participation.releases]))
         return participation
 
+    def account(
+        self,
+        transport: Transport,
+        units: int,
+        event_of_step: Callable[[], GaussianEvent],
+        continued: Sequence[Releases],
+    ) -> Callable[[], None]:
+        """Return a function that writes a coming release to the ledger; collective.
+
+        Args:
+            transport: connects the ranks, which then have one history.
+            units: the number of samples, clients or ranks that are protected.
+            event_of_step: returns the event of the release.
+            continued: the counts of the releases on which loaded states depend.
+        """
+        self._share_history(transport)
+        self._know_units(units)
+        return self._entry(event_of_step, continued)
+
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
         """Set a budget: a later step raises ``PrivacyError`` if epsilon would exceed the target.
 
@@ -392,9 +415,9 @@ class PrivacyEngine:
     def _require_small(self, delta: float) -> None:
         if self._most_units and delta >= 1 / self._most_units:
             raise ValueError(
-                f"PrivacyEngine: delta {delta:g} is not below one over the number of samples (or "
-                "clients): publishing one of them at random would satisfy it. Take less than "
-                f"{1 / self._most_units:.1g}"
+                f"PrivacyEngine: delta {delta:g} is not below one over the number of samples, "
+                "clients or ranks: publishing one of them at random would satisfy it. "
+                f"Take less than {1 / self._most_units:.1g}"
             )
 
     def _history(self) -> list[GaussianEvent]:

@@ -20,12 +20,13 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
 from comm_hooks.exchange.routes import fill_nan_
 from comm_hooks.exchange.saved_state import seal_own
-from comm_hooks.exchange.settings import require_gradients
+from comm_hooks.exchange.settings import require_gradients, require_plain_gradients
 from comm_hooks.exchange.sparse import average_sparse
 from comm_hooks.frameworks.ddp.backward import PendingExchanges
 from comm_hooks.frameworks.ddp.model import (
     AccumulationCheck,
     check_options,
+    check_private_options,
     gradients_in,
     loss_scale_of,
     named_parameters,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from comm_hooks.exchange.settings import ExchangeOptions
+    from comm_hooks.optim.private import RankLevel
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,9 @@ class CompressionState:
         start_compression_step: the number of first steps with exactly averaged gradients,
             as ``start_powerSGD_iter`` of PyTorch's PowerSGD hook, so that an optimizer's moments
             settle on true gradients.  Steps before a loaded checkpoint count.
+
+    Attributes:
+        private: the privacy of each rank's gradients; None without it.
 
     Raises:
         ValueError: for settings that exclude each other.
@@ -132,6 +137,7 @@ class CompressionState:
         self._passes = 0
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._has_model, self._is_its_pass = bool(self._names), False
+        self.private: RankLevel | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Return a state for a copy of the model, with the same names for its parameters."""
@@ -322,6 +328,8 @@ class CompressionState:
         with self.exchange.failing_together():
             if self._model:
                 self._model.require_unchanged()
+            if self.private:
+                self.private.prepare(optimizer)
             passes, self._seen[optimizer] = self._seen.get(optimizer, 0), self._passes
             if passes == self._passes:
                 own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -423,6 +431,7 @@ def register(
     *,
     loss_scale: Callable[[], float] | None = None,
     start_compression_step: int = 0,
+    private: "RankLevel | None" = None,
     **settings: Any,
 ) -> CompressionState: ...
 @overload
@@ -435,6 +444,7 @@ def register(
     *,
     loss_scale: Callable[[], float] | None = None,
     start_compression_step: int = 0,
+    private: "RankLevel | None" = None,
     **settings: Any,
 ) -> Any:
     """Let a DDP model exchange compressed gradients, or leave the exchange to its optimizer.
@@ -455,6 +465,7 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         start_compression_step: see :class:`CompressionState`.
+        private: makes each rank's gradients differentially private.
         settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
             ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
             see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
@@ -492,7 +503,11 @@ def register(
         1
     """
     if isinstance(compressor, Optimizer):
-        own = {"loss_scale": loss_scale, "start_compression_step": start_compression_step}
+        own = {
+            "loss_scale": loss_scale,
+            "start_compression_step": start_compression_step,
+            "private": private,
+        }
         if given := sorted(settings) + [name for name, value in own.items() if value]:
             raise ValueError(
                 f"register(): {', '.join(given)} cannot be given with an optimizer: pass settings "
@@ -507,6 +522,11 @@ def register(
         loss_scale=loss_scale or loss_scale_of(model),
         start_compression_step=start_compression_step,
     )
+    if private is not None:
+        require_plain_gradients(state.loss_scale, start_compression_step)
+        check_private_options(ddp)
+        private.attach(state.exchange, ddp.module)
+        state.private = private
     state.exchange.agree_now()
     register_hook(ddp, state, compression_hook)
     warn_at_first_step(state.exchange.compressor, ddp.module.parameters())

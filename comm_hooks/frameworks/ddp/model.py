@@ -128,6 +128,22 @@ def check_options(ddp: DistributedDataParallel) -> None:
         )
 
 
+def check_private_options(ddp: DistributedDataParallel) -> None:
+    """Raise ``ValueError`` for options of DDP by which it sends what no hook can protect."""
+    if ddp.find_unused_parameters or ddp.static_graph:
+        raise ValueError(
+            "private: with find_unused_parameters or static_graph DDP tells all ranks which "
+            "parameters a rank has used, without noise: leave both out, and use all parameters in "
+            "each step"
+        )
+    ignored = [n for n, p in ddp.module.named_parameters() if n in ddp.parameters_to_ignore]
+    if ignored:
+        raise ValueError(
+            f"private: {', '.join(ignored)} never reach a hook, so they would be trained without "
+            "noise: drop delay_all_reduce_named_params and parameters to ignore"
+        )
+
+
 def named_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter), with names that do not change under ``torch.compile``."""
     for name, parameter in ddp.module.named_parameters():

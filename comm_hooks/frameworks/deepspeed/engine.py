@@ -5,19 +5,22 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comm_hooks.checkpoints.optimizer_state import OptimizerState
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
-from comm_hooks.exchange.settings import require_gradients
+from comm_hooks.exchange.settings import require_gradients, require_plain_gradients
 from comm_hooks.frameworks.deepspeed import checkpoint, exchanging_optimizers, reductions
 from comm_hooks.frameworks.deepspeed.settings import BLOCK, EngineSettings, find_block, named_groups
 from comm_hooks.frameworks.deepspeed.unsupported import check_averaging, check_parallelism
 from comm_hooks.optim import LocalRounds
 from comm_hooks.warnings import warn_if_misled, warn_program
+
+if TYPE_CHECKING:
+    from comm_hooks.optim.private import RankLevel
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +31,17 @@ class EngineCompression:
     Attributes:
         exchange: the :class:`~comm_hooks.Exchange` of gradients, or of the optimizer if it has one.
         state: the state that every rank saves for itself: the exchange, or the optimizer's state.
+        private: the privacy of each rank's gradients; None without it.
     """
 
-    def __init__(self, state: OptimizerState | LocalRounds | Exchange) -> None:
+    def __init__(
+        self,
+        state: OptimizerState | LocalRounds | Exchange,
+        private: "RankLevel | None" = None,
+    ) -> None:
         self.exchange: Exchange = state if isinstance(state, Exchange) else state.exchange
         self.state = state
+        self.private = private
 
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
@@ -185,9 +194,15 @@ def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
         exchange.agree_on(
             {"zero_stage": engine.zero_optimization_stage(), "start_compression_step": start}
         )
+        private = settings.private
+        if private is not None:
+            scaled = bool(engine.fp16_enabled()) or None
+            require_plain_gradients(scaled, start)
+            private.attach(exchange, engine.module)
+            private.prepare(engine.basic_optimizer)
         reductions.replace(engine, exchange, start)
         warn_if_misled(exchange.compressor, engine.basic_optimizer)
-        attached = EngineCompression(exchange)
+        attached = EngineCompression(exchange, private)
     else:
         return None
     attached.exchange.agree_now()

@@ -4,7 +4,7 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,12 @@ from comm_hooks.optim.registry import OPTIMIZERS, OptimizerEntry, lookup
 from comm_hooks.requirements import require_integer, require_within
 from comm_hooks.warnings import warn_program
 
+if TYPE_CHECKING:
+    from comm_hooks.optim.private import RankLevel
+
 BLOCK = "comm_hooks"
 START = "start_compression_step"
+PRIVATE = "private"
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -34,11 +38,13 @@ class EngineSettings:
         start_compression_step: the number of first steps with exactly averaged gradients.  Skipped
             steps do not count, nor the steps of a checkpoint that was loaded without the files of
             its ranks.
+        private: the privacy of each rank's gradients; None without it.
     """
 
     make_optimizer: Make | None = None
     exchange: ExchangeSettings | None = None
     start_compression_step: int = 0
+    private: "RankLevel | None" = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any], optimizer: Any = None) -> "EngineSettings":
@@ -117,13 +123,15 @@ class EngineSettings:
     def _averaging(cls, block: Any) -> "EngineSettings":
         if block is None:
             return cls()
-        start = 0
+        start, private = 0, None
         if isinstance(block, Mapping):
-            start = block.get(START, 0)
-            block = {key: value for key, value in block.items() if key != START}
+            block = dict(block)
+            start, private = block.pop(START, 0), block.pop(PRIVATE, None)
         require_integer(BLOCK, START, start)
         require_within(BLOCK, START, start, "[0, inf)")
-        return cls(None, ExchangeSettings.from_dict(block, path=BLOCK), start)
+        if private is not None:
+            private = _rank_level(private)
+        return cls(None, ExchangeSettings.from_dict(block, path=BLOCK), start, private)
 
 
 def find_block(config: Mapping[str, Any]) -> Any:
@@ -337,6 +345,15 @@ def _items(path: str, given: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{path}: must be an object, got {given!r}")
     return given.items()
+
+
+def _rank_level(given: Any) -> "RankLevel":
+    from comm_hooks.optim.private import RankLevel
+
+    try:
+        return RankLevel.of(given)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.{PRIVATE}: {error}") from None
 
 
 def _stage(config: Mapping[str, Any]) -> int:

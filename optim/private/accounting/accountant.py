@@ -8,7 +8,7 @@ import numpy as np
 
 from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.accounting.renyi import renyi_divergences
-from comm_hooks.requirements import is_number
+from comm_hooks.requirements import in_one_line, is_number
 
 DELTA_FLOOR = 1e-12
 """The smallest delta for which epsilon is claimed.
@@ -116,5 +116,5 @@ def require_delta(delta: float, name: str = "delta") -> None:
     if not is_number(delta) or not DELTA_FLOOR <= delta < 1:
         raise ValueError(
             f"{name} must be at least {DELTA_FLOOR:g} (noise ends at 12 standard deviations) and "
-            f"below one over the number of samples, got {delta!r}"
+            f"below one over the number of samples, got {in_one_line(delta)}"
         )

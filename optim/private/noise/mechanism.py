@@ -10,6 +10,7 @@ import torch
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange import noise_hook as hooks
+from comm_hooks.exchange.layout import Layout
 from comm_hooks.optim.private.accounting.releases import Releases
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.noise.discrete import Grid, add_discrete_noise_
@@ -170,47 +171,74 @@ class GaussianMechanism(Settled, Unrepeatable):
 
     def round(self, sums: Mapping[str, torch.Tensor]) -> Round[Released]:
         """Return :meth:`release` as a round of an exchange: a generator of transport requests."""
-        self.require_unchanged()
         exchange = self.exchange
-        ranks = exchange.transport.world_size
         tensors = list(sums.values())
         bucket = exchange.buckets.of(sums)
-        verdict = self.verdict
-        if self.place == "aggregate":
-            verdict = judge(self.scheme(exchange.norm_bound(bucket.layout)))
-        # Now, not at the end: a step that fails half way and is tried again has released something.
+        yield from self.share_secret()
+        self.begin()
+        with self._gate.open(self.protect):
+            yield from exchange.bucket_round(bucket, tensors)
+        exchange.end_step()
+        torch._foreach_mul_(tensors, exchange.transport.world_size / self.expected_batch_size)
+        return Released(dict(sums), self.noise_variance)
+
+    def share_secret(self) -> Round[None]:
+        """Return a round that makes the secret of noise that all ranks add to the same sum."""
+        if self.place == "aggregate" and self._shared_secret is None:
+            yield from self.exchange.agree()
+            parts = yield AllGatherObject(os.urandom(32).hex())
+            self._shared_secret = Secret(bytes.fromhex("".join(parts)))
+
+    def begin(self) -> None:
+        """Count a release, before anything of it is sent.
+
+        A step that fails half way and is tried again has released something.
+        """
+        self.require_unchanged()
         self._step += 1
         self.releases.add(self.place, self.noise_multiplier)
+
+    def protect(self, layout: Layout) -> hooks.NoiseHook | None:
+        """Add noise to clipped vectors, or return the hook that will add it to their sum.
+
+        Args:
+            layout: the vectors of the release that has begun, or of a part of it: each part has
+                noise for the norm of the whole.
+        """
+        verdict = self.verdict
+        if self.place == "aggregate":
+            verdict = judge(self.scheme(self.exchange.norm_bound(layout)))
         sensitivity = verdict.std * self.max_grad_norm
-        elements = sum(tensor.numel() for tensor in tensors)
-        std = self._std(sensitivity, elements)
-        noise_hook: hooks.NoiseHook | None = None
+        # Parts differ in their first names, on all ranks alike.
+        part = layout.segments[0].name
         if self.place == "central":
-            stream = self._stream("noise of owner")
-            noise_hook = _NoiseOnSum(
-                "owner", lambda total: self._add_noise_(total, sensitivity, elements, stream)
+            stream = self._stream(f"noise of owner for {part}")
+            return _NoiseOnSum(
+                "owner",
+                lambda total: self._add_noise_(total, sensitivity, layout.work.numel(), stream),
             )
-        elif self.place == "aggregate":
-            if self._shared_secret is None:
-                yield from exchange.agree()
-                parts = yield AllGatherObject(os.urandom(32).hex())
-                self._shared_secret = Secret(bytes.fromhex("".join(parts)))
-            stream = self._shared_secret.stream("noise", rank=0, step=self._step)
-            noise_hook = _NoiseOnSum(
+        if self.place == "aggregate":
+            assert self._shared_secret is not None, "share_secret() comes first"
+            stream = self._shared_secret.stream(f"noise for {part}", rank=0, step=self._step)
+            return _NoiseOnSum(
                 "payload",
                 lambda total: self._add_noise_(
                     total, sensitivity, sum(tensor.numel() for tensor in total), stream
                 ),
             )
-        else:
-            self._add_noise_(tensors, sensitivity, elements, self._stream("noise"))
-        with self._gate.open():
-            yield from exchange.bucket_round(bucket, tensors, noise_hook=noise_hook)
-        exchange.end_step()
-        torch._foreach_mul_(tensors, ranks / self.expected_batch_size)
-        unit = (std / verdict.std / self.expected_batch_size) ** 2
-        variance = verdict.variance_of_sum
-        return Released(dict(sums), None if variance is None else variance * unit)
+        stream = self._stream(f"noise for {part}")
+        self._add_noise_(layout.views, sensitivity, layout.work.numel(), stream)
+        return None
+
+    @property
+    def noise_variance(self) -> float | None:
+        """The variance of the noise in one coordinate of a release; None if it is not known."""
+        variance = self.verdict.variance_of_sum
+        if variance is None:
+            return None
+        elements = sum(bucket.layout.work.numel() for bucket in self.exchange.buckets)
+        std = self._std(self.max_grad_norm, elements)
+        return variance * (std / self.expected_batch_size) ** 2
 
     def _std(self, sensitivity: float, elements: int) -> float:
         if self.noise == "discrete":
