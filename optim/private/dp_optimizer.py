@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from comm_hooks.optim.private.gradients.clipping import ClippedGradients, Public
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
 from comm_hooks.optim.wrapping import WrappingOptimizer
-from comm_hooks.registered_model import RegisteredModel
+from comm_hooks.registered_model import RegisteredModel, watch
 from comm_hooks.requirements import require_kind
 
 _releases_into: weakref.WeakKeyDictionary[Optimizer, Releases] = weakref.WeakKeyDictionary()
@@ -48,6 +48,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         enter: called in every step to write it to the ledger; raises if the budget is spent.
         tickets: the loader's record of drawn batches; if None, batches are not checked.
         model: the model, which must keep its parameters; None: it is not checked.
+        padding: weights and their rows that are always zero in gradients, and get no noise.
 
     Attributes:
         not_finite: the number of this rank's samples that were left out so far, because their
@@ -74,6 +75,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         *,
         tickets: Tickets | None = None,
         model: RegisteredModel | None = None,
+        padding: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> None:
         require_kind(self, "inner", inner, Optimizer)
         require_kind(self, "gradients", gradients, ClippedGradients)
@@ -85,11 +87,13 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._enter = enter
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
         self._model = model
-        self._has_discarded = False
+        self._padding = padding
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
-        inner.register_step_pre_hook(_refuse_other_steps)
+        self._versions: list[int] | None = None
+        self._has_warned = False
+        watch(gradients.parameters, self)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
         # Frozen parameters never have a gradient, so optimizers ignore them.
@@ -135,6 +139,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """
         self._raw.refuse()
         self._require_same_trained()
+        self._warn_of_others()
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
@@ -145,24 +150,22 @@ class DPOptimizer(Settled, WrappingOptimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and discard the batch that was passed to :meth:`backward`, if any.
+        """Reset the gradients of the last step.
 
-        That batch cannot be used again.  Whether a batch is discarded must not depend on
-        its content, the loss for example: epsilon is computed from the rate at which samples are
-        drawn, not released.  Warns the first time.
+        Raises:
+            PrivacyError: between :meth:`backward` and :meth:`step`.  Whether a batch that was seen
+                is used must not depend on its content, the loss for example: epsilon is computed
+                from the rate at which samples are drawn, not released.
         """
-        if self._tickets.has_begun and not self._has_discarded:
-            self._has_discarded = True
-            warnings.warn(
-                "DPOptimizer: zero_grad() discards a batch that backward() has seen: epsilon holds "
-                "only if that does not depend on its content. Call step() also if the batch is "
-                "empty or the loss not finite: samples without finite gradients are left out",
-                stacklevel=2,
+        if self._tickets.has_begun:
+            raise PrivacyError(
+                "DPOptimizer: zero_grad() would discard a batch that backward() has seen, and "
+                "epsilon holds only if that does not depend on its content: call step() first, "
+                "also if the batch is empty or the loss not finite, since samples without finite "
+                "gradients are left out"
             )
         super().zero_grad(set_to_none)
         self._raw.forget()
-        self.gradients.discard()
-        self._tickets.discard()
 
     def _require_same_trained(self) -> None:
         """Raise ``ValueError`` if parameters were frozen or unfrozen since construction."""
@@ -176,6 +179,31 @@ class DPOptimizer(Settled, WrappingOptimizer):
             )
         if self._model:
             self._model.require_unchanged()
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raise ``PrivacyError`` if an optimizer steps that is not in a step of this one."""
+        if optimizer is not self and _stepping.get() is not self.inner:
+            is_inner = optimizer is self.inner
+            raise PrivacyError(
+                f"this {type(optimizer).__name__} "
+                + ("is inside" if is_inner else "has the parameters of")
+                + " a DPOptimizer, and a step of its own would not be in the ledger: after "
+                "loss.backward(), p.grad holds gradients without noise. Call step() of the "
+                "optimizer that make_private() returned"
+            )
+
+    def _warn_of_others(self) -> None:
+        """Warn, once, if parameters were written to since the last step."""
+        now = [parameter._version for parameter in self.gradients.parameters]
+        if self._versions is not None and self._versions != now and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "DPOptimizer: parameters have changed since the last private step, by something "
+                "else: epsilon covers that only if it used no private data, as loading a "
+                "checkpoint or an average of weights does",
+                stacklevel=3,
+            )
+        self._versions = now
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
@@ -199,7 +227,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
                 "mechanism with the same max_grad_norm"
             )
+        self._warn_of_others()
         clipped = self.gradients.take()
+        clipped.require_bounded(self.mechanism.max_grad_norm)
         self._tickets.finish(clipped.samples + clipped.not_finite)
         self._transform_is_due = True
         self.not_finite += clipped.not_finite
@@ -208,6 +238,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
         released = self.mechanism.release(dict(zip(self._names, clipped.tensors, strict=True)))
         for parameter, name in zip(self.gradients.parameters, self._names, strict=True):
             parameter.grad = released.tensors[name].to(parameter.dtype)
+        for weight, row in self._padding:
+            cast(torch.Tensor, weight.grad)[row] = 0
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
         token = _stepping.set(self.inner)
@@ -215,13 +247,14 @@ class DPOptimizer(Settled, WrappingOptimizer):
             self.inner.step()
         finally:
             _stepping.reset(token)
+        self._versions = [parameter._version for parameter in self.gradients.parameters]
 
     def change(self, **settings: float) -> None:
         """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""
         if self._tickets.has_begun:
             raise PrivacyError(
                 "PrivacyEngine.change: settings can be changed only between steps, and backward() "
-                "has begun a step: call step() or zero_grad() first"
+                "has begun a step: call step() first"
             )
         for name, value in settings.items():
             resettle(self.mechanism, name, value)
@@ -302,13 +335,3 @@ def releases_into(optimizer: Optimizer) -> Releases:
             "public data alone into optimizer.inner after make_private()"
         )
     return _releases_into.setdefault(optimizer, Releases())
-
-
-def _refuse_other_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise ``PrivacyError`` unless the step is taken by the surrounding :class:`DPOptimizer`."""
-    if _stepping.get() is not optimizer:
-        raise PrivacyError(
-            f"this {type(optimizer).__name__} is inside a DPOptimizer, and a step of its own would "
-            "not be in the ledger: after loss.backward(), p.grad holds gradients without noise. "
-            "Call step() of the optimizer that make_private() returned"
-        )

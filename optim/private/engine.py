@@ -34,7 +34,11 @@ from comm_hooks.optim.private.data.same_data import compare_datasets
 from comm_hooks.optim.private.dp_optimizer import DPOptimizer, releases_into
 from comm_hooks.optim.private.errors import PrivacyError, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, LossFunction
-from comm_hooks.optim.private.gradients.model_checks import check_model, refuse_later_hooks
+from comm_hooks.optim.private.gradients.model_checks import (
+    check_model,
+    padding_rows,
+    refuse_later_hooks,
+)
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
@@ -202,6 +206,7 @@ class PrivacyEngine:
             enter,
             tickets=loader.tickets,
             model=RegisteredModel(module, is_fixed=False),
+            padding=padding_rows(module),
         )
         exchange.owner = private
         return module, private, loader

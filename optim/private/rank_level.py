@@ -16,6 +16,7 @@ from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.engine import PrivacyEngine
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors
+from comm_hooks.optim.private.gradients.model_checks import padding_rows
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
 from comm_hooks.optim.private.noise.secret import Unrepeatable
@@ -161,6 +162,7 @@ class RankLevel(Settled, Unrepeatable):
         # Of another number of ranks, the residual of the mean stays the same.
         exchange.state.is_of_sums = False
         self._elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        self._padding = padding_rows(module)
         self._buffers = [(name, b, b.clone()) for name, b in module.named_buffers()]
         one = GaussianEvent(self.noise_multiplier / 2, 1.0)
         event = mechanism.verdict.recorded(one, self.placement)
@@ -207,6 +209,8 @@ class RankLevel(Settled, Unrepeatable):
     def prepare(self, optimizer: Optimizer) -> None:
         """Tell an optimizer the variance of the noise in its gradients, if it uses it.
 
+        Called before each step; gradients of ``padding_idx`` become zeros again.
+
         Raises:
             PrivacyError: if it needs the variance, and compression makes it unknown.
         """
@@ -214,6 +218,9 @@ class RankLevel(Settled, Unrepeatable):
             assert self.mechanism is not None, "attach() comes first"
             require_known_variance(type(optimizer), self.mechanism.scheme())
             optimizer.noise_variance = self.mechanism.noise_variance
+        for weight, row in self._padding:
+            if weight.grad is not None:
+                weight.grad[row] = 0
 
     def _require_same_buffers(self) -> None:
         # Their values: DDP writes them anew before each pass, and batch norm uncounted.

@@ -91,8 +91,23 @@ def test_the_profiled_example_shows_where_time_goes(torchrun: Torchrun, tmp_path
     assert "comm_hooks::send" in {event["name"] for event in events}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_private_fine_tuning_keeps_its_budget(
+    torchrun: Torchrun, tmp_path: Path, mode: str
+) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    few = ["--public-steps", "100", "--steps", "20", "--mode", mode]
+    output = printed(torchrun, tmp_path, "private_fine_tuning", *few)
+    found = re.search(r"held-out loss ([\d.]+) -> ([\d.]+), epsilon (\d\.\d+)", output)
+    assert found, output
+    before, after, epsilon = map(float, found.groups())
+    assert after < before - 0.03
+    assert 7.5 < epsilon <= 8
+
+
 def test_examples_are_short() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert {path.stem for path in scripts} == {*SCRIPTS, "gpt", "profiled"}
+    assert {path.stem for path in scripts} == {*SCRIPTS, "gpt", "profiled", "private_fine_tuning"}
     for path in scripts:
         assert len(path.read_text().splitlines()) <= 120, path.name

@@ -2,9 +2,11 @@
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,8 +22,6 @@ from comm_hooks.optim.private.random_states import random_states_kept
 
 RATE = 64
 """One of so many batches is looked at, besides the first of each kind."""
-_ROWS = 4
-"""So many samples of the first batch of a kind are looked at."""
 
 # Roundings of coarser dtypes turn some activations off or on, and with them parts of a gradient.
 _COARSE = 1e-4
@@ -48,9 +48,10 @@ class AloneCheck:
     something of the whole batch, such as the length that samples are padded to, and the model does
     not mask it.  All of that changes what a sample gives alone:
 
-    1. some samples, drawn at random, are read from the data set and collated again, each alone,
-       and differentiated by an ordinary backward pass, the first of them once more after the
-       others;
+    1. some samples are read from the data set and collated again, each alone, and differentiated
+       by an ordinary backward pass, the first of them once more after the others: two drawn at
+       random, and of the first batch of a kind the first, the longest and the shortest one (by
+       elements that are not zero, as padding is) and two that are equal;
     2. they must give the same losses and gradients as in the batch, and the first one the same as
        before.
 
@@ -67,6 +68,8 @@ class AloneCheck:
         model: the model that is trained.
         losses: returns the loss of each sample, (B,), of a batch and its number of samples.
         parameters: the trainable parameters.
+        keeps_layers: whether modules with trainable parameters of their own stay in training mode,
+            outside of which hooks do not see them.
 
     Not detected: dependence in training mode only, of a random model; a loss that draws random
     numbers by itself; and a data set that gives random samples, whose rows are compared as they are
@@ -78,12 +81,16 @@ class AloneCheck:
         model: nn.Module,
         losses: Callable[[Any, int], torch.Tensor],
         parameters: Sequence[nn.Parameter],
+        *,
+        keeps_layers: bool = False,
     ) -> None:
         self._model = model
+        self._keeps_layers = keeps_layers
         self._losses = losses
         self._parameters = parameters
         self._kinds: set[Any] = set()
         self._is_comparable: bool | None = None
+        self._has_warned = False
         self._replay = Replay(parameters)
         self.modules: list[nn.Module] = []
         """The modules that are put into ``eval()`` mode to compare."""
@@ -108,13 +115,16 @@ class AloneCheck:
         is_first = kind not in self._kinds
         if not is_first and _random.randrange(RATE):
             return []
-        rows = _random.sample(range(size), min(size, _ROWS if is_first else 2))
+        rows = _random.sample(range(size), min(size, 2))
+        if is_first:
+            rows = list(dict.fromkeys([*_outstanding(leaves), *rows]))
         if self._is_comparable is None:
             self._is_comparable = self._find_mode(self._sample(leaves, structure, rows[0], None))
         if not self._is_comparable:
             return []
         self._kinds.add(kind)
         samples = [self._sample(leaves, structure, row, read) for row in rows]
+        self._warn_of_equal(samples)
         with self.mode():
             pairs = zip((*rows, rows[0]), (*samples, samples[0]), strict=True)
             found = [self._alone(sample, row) for row, sample in pairs]
@@ -156,26 +166,39 @@ class AloneCheck:
                 return one
         return pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
 
+    def _warn_of_equal(self, samples: Sequence[Any]) -> None:
+        """Warn, once, of equal samples; to refuse them would depend on private data."""
+        if not self._has_warned and any(_equal(*pair) for pair in combinations(samples, 2)):
+            self._has_warned = True
+            warnings.warn(
+                "two samples of a batch are equal: if both are of one person, they count twice, "
+                "and epsilon is for one. Take every person's data into one sample",
+                stacklevel=2,
+            )
+
     def _find_mode(self, sample: Any) -> bool | None:
         """Find the modules whose ``eval()`` makes the loss of a sample deterministic.
 
         Returns:
             whether there are such modules; None if the sample's loss is not finite.
         """
-        for modules in ([], dropouts_of(self._model), list(self._model.modules())):
+        every = list(self._model.modules())
+        if self._keeps_layers:
+            every = [m for m in every if not any(p.requires_grad for p in m.parameters(False))]
+        for modules in ([], dropouts_of(self._model), every):
             self.modules = modules
             with self.mode():
-                draws = 0, 0, 17
-                one, again, other = (self._alone(sample, 0, n) for n in draws)
+                one, again = (self._alone(sample, 0) for _ in range(2))
             _require_same(self._differ(one, again))
-            if not all(math.isfinite(each.loss) for each in (one, other)):
+            if not math.isfinite(one.loss):
                 return None
-            if not self._differ(one, other):
+            # Not whether it changes: one that is rarely dropped may be in the next batch.
+            if not self._replay.has_drawn:
                 return True
         return False
 
-    def _alone(self, sample: Any, row: int, draws_before: int = 0) -> Alone:
-        with self._replay.once(draws_before):
+    def _alone(self, sample: Any, row: int) -> Alone:
+        with self._replay.once():
             loss = self._losses(sample, 1).sum()
             gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
             if loss.requires_grad:
@@ -198,6 +221,16 @@ class AloneCheck:
         # 0 x infinity, of samples that do not count, is no difference.
         largest = max(norm_of(one.gradient), usual)
         return math.isfinite(distance) and distance > tolerance * largest + 1e-30
+
+
+def _outstanding(leaves: Sequence[torch.Tensor]) -> list[int]:
+    """Return the first row, the longest and the shortest (padding is zero), and two equal ones."""
+    matrix = torch.cat([leaf.reshape(len(leaf), -1).double().cpu() for leaf in leaves], dim=1)
+    lengths = matrix.count_nonzero(1)
+    weights = torch.rand(matrix.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    values, order = (matrix @ weights).sort()
+    equal = [place for i in (values.diff() == 0).nonzero()[:1, 0] for place in order[i : i + 2]]
+    return [int(row) for row in (0, lengths.argmax(), lengths.argmin(), *equal)]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ class BatchClipper(SampleClipper):
         ValueError: for arguments of a wrong type or out of range.
     """
 
+    _has_hooks: ClassVar[bool] = False
+    """Whether layers find gradients by hooks, which see them in training mode only."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -48,7 +51,7 @@ class BatchClipper(SampleClipper):
         self._model = model
         self._loss_function = loss_function
         self.micro_batch_size = micro_batch_size
-        self._check = AloneCheck(model, self._losses, self.parameters)
+        self._check = AloneCheck(model, self._losses, self.parameters, keeps_layers=self._has_hooks)
 
     def samples_in(self, batch: Any) -> int:
         """Return the number of samples in a batch: the common leading dimension of its tensors."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from comm_hooks.optim.private.data.tickets import Read
-from comm_hooks.optim.private.errors import Settled
+from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.requirements import in_one_line, is_number
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -22,6 +22,8 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _BLOCK = 256
 # Covers the norm's rounding, (BLOCK / 2 + 1) 2^-24, and those of the factor and of the product.
 _ROUNDING = 2.0**-16
+# Of float32 sums, as a part of the number of samples times C.
+_SUM_ROUNDING = 1e-3
 # Squares of smaller elements underflow in float32, so that they would count for nothing.
 _SMALLEST_NORM = 1e-10
 
@@ -50,11 +52,32 @@ class ClippedSum:
         tensors: float32, one per trainable parameter, shaped like it; zeros for an empty batch.
         samples: the number of samples in the sum.
         not_finite: the number of samples left out because their gradient is not finite.
+        bound: the sum of the norms of the clipped gradients; None if it is not known.
     """
 
     tensors: list[torch.Tensor]
     samples: int
     not_finite: int = 0
+    bound: float | None = None
+
+    def require_bounded(self, max_grad_norm: float) -> None:
+        """Raise ``PrivacyError`` if the sum is not one of so many clipped gradients.
+
+        Its norm is at most the sum of theirs, and of one gradient it is that gradient's.
+        """
+        norm = math.hypot(
+            *(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in self.tensors)
+        )
+        most = self.samples * max_grad_norm
+        bound = most if self.bound is None else min(self.bound, most)
+        rounding = _SUM_ROUNDING * most
+        is_less = self.samples == 1 and self.bound is not None and norm < bound - rounding
+        if is_less or not norm <= bound + rounding:
+            raise PrivacyError(
+                f"the sum of {self.samples} clipped gradients has the norm {norm:g}, and those "
+                f"have the norms that add up to {bound:g}: something else has changed the sum. "
+                "Nothing was released"
+            )
 
 
 class ClippedGradients(ABC):
@@ -169,7 +192,7 @@ class SampleClipper(Settled, ClippedGradients):
 
     def take(self) -> ClippedSum:
         """Return the sum of the clipped gradients since the last call, and reset it to zero."""
-        taken = ClippedSum(self._sums, self._samples, self._not_finite)
+        taken = ClippedSum(self._sums, self._samples, self._not_finite, float(self._bound))
         self._start()
         return taken
 
@@ -179,6 +202,7 @@ class SampleClipper(Settled, ClippedGradients):
         ]
         self._samples = 0
         self._not_finite = 0
+        self._bound = torch.zeros((), dtype=torch.float64)
 
     def _add_samples(self, gradients: Sequence[torch.Tensor]) -> None:
         """Clip samples' gradients, one ``(B, ...)`` per parameter, and add them to the sum."""
@@ -194,10 +218,11 @@ class SampleClipper(Settled, ClippedGradients):
         if samples < len(norms):
             # Multiplying by zero would not do: 0 x infinity is NaN.
             gradients = [gradient[finite.to(gradient.device)] for gradient in gradients]
-            factors = factors[finite]
+            norms, factors = norms[finite], factors[finite]
         for total, gradient in zip(self._sums, gradients, strict=True):
             total.view(-1).addmv_(_rows(gradient).T, factors.to(gradient.device))
-        not_finite = len(norms) - samples
+        not_finite = len(finite) - samples
+        self._bound = self._bound + (norms * factors).sum().cpu()
         self._samples += samples
         self._not_finite += not_finite
         if not_finite and not self._warned:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,23 @@ def check_model(model: nn.Module) -> None:
                 "gradient, neither clipped nor noised: give the engine an exchange instead, and "
                 "register no hook or comm_hooks.skip_hook"
             )
+
+
+def padding_rows(model: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Return the weights and rows of embeddings' ``padding_idx``, whose gradients are always zero.
+
+    Noise would move them.  Rows of weights that other modules use, too, are trained there.
+    """
+    modules = list(model.modules())
+    uses: Counter[torch.Tensor | None] = Counter(
+        p for module in modules for p in module._parameters.values()
+    )
+    embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return [
+        (m.weight, m.padding_idx)
+        for m in embeddings
+        if m.padding_idx is not None and m.weight.requires_grad and uses[m.weight] == 1
+    ]
 
 
 def refuse_later_hooks(model: nn.Module) -> None:

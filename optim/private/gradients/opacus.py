@@ -10,7 +10,8 @@ from torch import nn
 from comm_hooks.optim.private.gradients.batches import BatchClipper
 from comm_hooks.optim.private.gradients.clipping import LossFunction
 from comm_hooks.optim.private.gradients.independence import IndependenceProbe, sample_losses
-from comm_hooks.optim.private.gradients.per_sample import require_used, unwrapped
+from comm_hooks.optim.private.gradients.model_checks import padding_rows
+from comm_hooks.optim.private.gradients.per_sample import is_recurrent, require_used, unwrapped
 from comm_hooks.requirements import require_kind
 
 try:
@@ -51,6 +52,8 @@ class OpacusGradients(BatchClipper):
         NotImplementedError: by Opacus, for layers that Opacus does not support.
     """
 
+    _has_hooks = True
+
     def __init__(
         self,
         module: "nn.Module | AbstractGradSampleHooks",
@@ -66,11 +69,14 @@ class OpacusGradients(BatchClipper):
         for name, layer in model.named_modules():
             # Of several matrices, which the hooks do not see.
             is_compound = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
-            if is_compound and any(p.requires_grad for p in layer.parameters()):
+            is_hidden = is_compound or isinstance(layer, nn.EmbeddingBag)
+            if is_hidden and any(p.requires_grad for p in layer.parameters()):
                 kind = type(layer).__name__
+                ways = [f"opacus.layers.DP{kind}"] * is_compound
+                ways += ['grad_sample_mode="functorch"'] * (not is_recurrent(layer))
                 raise ValueError(
                     f"layer {name!r}: Opacus's hooks cannot find per-sample gradients of {kind}: "
-                    f'use grad_sample_mode="functorch", or opacus.layers.DP{kind}'
+                    f"use {' or '.join(ways)}"
                 )
         detach(model)
         self._hooks: Any = GradSampleHooks(model, loss_reduction="sum")
@@ -79,6 +85,7 @@ class OpacusGradients(BatchClipper):
             model, loss_function, list(named.values()), max_grad_norm, micro_batch_size
         )
         self._names = list(named)
+        self._padding: list[tuple[Any, int]] = padding_rows(model)
         self._probe = IndependenceProbe(model, loss_function)
         self._forget()
         self._hooks.disable_hooks()
@@ -105,6 +112,8 @@ class OpacusGradients(BatchClipper):
                 self._hooks.disable_hooks()
                 found = [cast(Any, p).grad_sample for p in self.parameters]
                 self._require_rows(found, size)
+                for weight, row in self._padding:  # which Opacus overlooks
+                    weight.grad_sample[:, row] = 0
                 return losses.detach(), found
             finally:
                 self._hooks.disable_hooks()
@@ -122,16 +131,19 @@ class OpacusGradients(BatchClipper):
                 raise ValueError(
                     f"{name or 'the model'} was called with gradients that the loss does not use, "
                     "so Opacus cannot match its calls: use torch.no_grad() for calls that are not "
-                    "differentiated"
+                    "differentiated, and no activation checkpointing"
                 )
         require_used(self._names, found)
         rows = [len(samples) for samples in found]
         if any(count != size for count in rows):
-            listed = ", ".join(f"{n}: {r}" for n, r in zip(self._names, rows, strict=True))
+            listed = ", ".join(
+                f"{n}: {r}" for n, r in zip(self._names, rows, strict=True) if r != size
+            )
             raise ValueError(
                 f"layers have seen other numbers of rows than the batch has samples, {size}, so "
                 f"their gradients cannot be matched: {listed}. The first dimension must be the "
-                "sample in every layer"
+                "sample in every layer: freeze layers of another (embeddings of positions), or "
+                'take grad_sample_mode="functorch"'
             )
 
     def _forget(self) -> None:

@@ -1,7 +1,7 @@
 """Clipped sums of per-sample gradients, computed by ``torch.func``."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -50,7 +50,7 @@ class PerSampleGradients(BatchClipper):
 
     Not supported: modules that mix the samples of a batch (see
     :func:`~comm_hooks.optim.private.check_model`), control flow that depends on the values of a
-    sample, modules without a rule for ``vmap`` (``nn.LSTM``, ``nn.GRU``), sharded parameters.
+    sample, modules without a rule for ``vmap`` (``nn.GRU``), sharded parameters.
 
     Example::
 
@@ -99,9 +99,29 @@ class PerSampleGradients(BatchClipper):
         values = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
         # On CPU, vmap would call the fused kernel for one sample after the other, with a warning.
         on_cpu = self.parameters[0].device.type == "cpu"
-        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
+        with self._explaining(), sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
             gradients, losses = self._vmapped(values, self._buffers(), batch)
         return losses.detach(), [gradients[name] for name in self._names]
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn an error of ``vmap`` into one with a way out: one sample passed without it."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            text = str(error)
+            if "memory" in text:
+                raise
+            recurrent = {type(m).__name__ for m in self._model.modules() if is_recurrent(m)}
+            layers = ", ".join(f"opacus.layers.DP{kind}" for kind in sorted(recurrent))
+            ways = [way for part, way in _WAYS_OUT.items() if part in text]
+            way = ways[0] if ways else (layers and f"use {layers}") or _OTHER_MODE
+            raise ValueError(
+                "torch.func.vmap, which finds gradients of single samples, cannot run this model "
+                f"or loss function ({text.partition('. ')[0][:100]}): {way}"
+            ) from error
 
     def _sample_loss(
         self, values: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], sample: Any
@@ -164,6 +184,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+_OTHER_MODE = 'take grad_sample_mode="hooks"'
+
+# Ways out of errors of vmap, by a part of their texts.
+_WAYS_OUT = {
+    "data-dependent": (
+        "it branches on values of a tensor: use torch.where or masks. Models of transformers look "
+        "at their attention_mask: pass one of 4 dimensions, True where there is attention, in the "
+        f'loss function, or attn_implementation="eager" for GPT-2; or {_OTHER_MODE}'
+    ),
+    "dynamic shape": (
+        "it picks as many elements as there are: multiply by a mask, or use torch.where; or "
+        f"{_OTHER_MODE}"
+    ),
+    "saved tensor hooks": (
+        "activation checkpointing does not go with it: leave it out (model."
+        "gradient_checkpointing_disable()), and bound the memory by micro_batch_size"
+    ),
+    "inplace arithmetic": (
+        "it writes samples into a tensor that was made without them: use operations that return a "
+        f"new tensor, or make it by new_zeros of a sample; or {_OTHER_MODE}"
+    ),
+    "setup_context": (
+        "an autograd.Function needs a setup_context(), and generate_vmap_rule=True; or "
+        f"{_OTHER_MODE}"
+    ),
+    "generate_vmap_rule": f"set generate_vmap_rule=True in its class; or {_OTHER_MODE}",
+    "data pointer": f"it reads values by numpy() or tolist(): stay in torch; or {_OTHER_MODE}",
+}
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is a recurrent layer that ``vmap`` has no rule for."""
+    has_rule = isinstance(module, nn.LSTM) and not module.proj_size
+    return isinstance(module, nn.RNNBase) and not has_rule
+
+
 def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
     """Raise ``ValueError`` if parameters have no gradient, with their names without ``prefix``."""
     unused = [
@@ -173,6 +229,7 @@ def require_used(names: list[str], gradients: Any, prefix: str = "") -> None:
     ]
     if unused:
         raise ValueError(
-            "parameters that the forward pass does not use would receive pure noise: freeze "
-            f"them with requires_grad_(False): {', '.join(unused)}"
+            "parameters that the forward pass does not use would receive pure noise: freeze them "
+            "with requires_grad_(False), or leave out activation checkpointing, if that hides them "
+            f"(micro_batch_size bounds the memory): {', '.join(unused)}"
         )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from comm_hooks.optim.private.random_states import random_states_kept
+from comm_hooks.optim.private.random_states import random_states, random_states_kept
 
 
 class Replay:
@@ -20,11 +20,13 @@ class Replay:
         devices: the accelerators that they are on.
         epsilon: the machine epsilon of the coarsest dtype that has occurred, on GPUs TF32 for
             float32.
+        has_drawn: whether the last pass has drawn random numbers.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.devices = sorted({p.device for p in parameters if p.is_cuda}, key=str)
         self.epsilon = 0.0
+        self.has_drawn = False
         for parameter in parameters:
             self.note(parameter)
             if parameter.is_cuda and parameter.dtype is torch.float32:
@@ -45,7 +47,9 @@ class Replay:
         ):
             for device in (torch.device("cpu"), *self.devices):
                 torch.rand(draws_before, device=device)
+            before = random_states(self.devices)
             yield
+            self.has_drawn = random_states(self.devices) != before
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, after its dtype was looked at."""

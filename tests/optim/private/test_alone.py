@@ -166,3 +166,20 @@ def test_what_is_not_finite_does_not_decide_the_mode() -> None:
     assert not check.differentiate(torch.full((4, 8), torch.nan), None)
     assert check.differentiate(draw(4)[0], None)
     assert check.modules == [model[1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_samples_that_stand_out_are_looked_at_first(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch = torch.randn(200, 9, generator=generator)
+    batch[:, 6:] = 0
+    longest, shortest, one, other = torch.randperm(199, generator=generator)[:4] + 1
+    batch[longest] = torch.randn(9, generator=generator)
+    batch[shortest, 1:] = 0
+    batch[one] = batch[other]
+    model = nn.Linear(9, 8)
+    check = alone.AloneCheck(model, lambda batch, _: model(batch).sum(1), [*model.parameters()])
+    with pytest.warns(UserWarning, match="two samples of a batch are equal"):
+        found = check.differentiate(batch, None)
+    assert {0, int(longest), int(shortest), int(one), int(other)} <= {each.row for each in found}
+    assert len(found) <= 7

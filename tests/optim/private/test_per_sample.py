@@ -1,5 +1,5 @@
 import re
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.alone import AloneCheck
@@ -22,6 +23,7 @@ from tests.optim.private.clipped_sums import (
     make,
     norm,
     sample_gradients,
+    sample_losses,
 )
 
 
@@ -324,3 +326,96 @@ def test_transform_of_another_shape(transform: PublicTransform) -> None:
     gradients.transform = transform
     with pytest.raises(ValueError, match=r"transform\..* one tensor per trainable parameter"):
         gradients.backward(draw(3))
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2 if x.sum() > 0 else x)
+
+
+class Picks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(x.nonzero())
+
+
+class Writes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(1, 12)
+        total[:] = x
+        return super().forward(total)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class Custom(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Double.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Reads(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * sum(x.flatten().tolist())
+
+
+class Checkpoints(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, checkpoint(super().forward, x, use_reentrant=False))
+
+
+class CheckpointsReentrantly(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, checkpoint(super().forward, x, use_reentrant=True))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
+        super().__init__()
+        self.layer = kind(12, 10, batch_first=True, **settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(self.layer(x[:, None])[0][:, -1], (0, 5))
+
+
+CANNOT: dict[str, tuple[nn.Module, str]] = {
+    "branches": (Branches(12, 10), r"use torch\.where .*4 dimensions.* or .*\"hooks\""),
+    "picks": (Picks(12, 10), "multiply by a mask"),
+    "writes": (Writes(12, 10), "new_zeros of a sample"),
+    "autograd function": (Custom(12, 10), r"setup_context\(\), and generate_vmap_rule=True"),
+    "reads": (Reads(12, 10), "stay in torch"),
+    "checkpoints": (Checkpoints(12, 10), r"gradient_checkpointing_disable\(\)"),
+    "checkpoints, reentrant": (CheckpointsReentrantly(12, 10), "leave out activation checkpointi"),
+    "GRU": (Recurrent(nn.GRU), r"use opacus\.layers\.DPGRU$"),
+    "RNN": (Recurrent(nn.RNN), r"use opacus\.layers\.DPRNN$"),
+    "LSTM with projections": (Recurrent(nn.LSTM, proj_size=5), r"use opacus\.layers\.DPLSTM$"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_vmap_cannot_run_is_told_with_a_way_out(name: str) -> None:
+    model, way = CANNOT[name]
+    gradients = PerSampleGradients(model, loss_function, 1.0)
+    with pytest.raises(ValueError, match=way) as error:
+        gradients.backward(draw(4))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "RNN", "LSTM"])
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_the_ways_out_of_recurrent_layers_lead_out(kind: str, mode: str) -> None:
+    opacus = pytest.importorskip("opacus.layers", reason='needs "comm-hooks[dp]"')
+    from comm_hooks.optim.private.gradients.opacus import OpacusGradients
+
+    sources = {"functorch": PerSampleGradients, "hooks": OpacusGradients}
+    model = Recurrent(getattr(opacus, f"DP{kind}"))
+    gradients = sources[mode](model, sample_losses, 1.0)  # type: ignore[abstract]
+    gradients.backward(draw(4))
+    assert gradients.take().samples == 4

@@ -1,0 +1,183 @@
+"""What is released is a private step's, and nothing else changes what it trains."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from comm_hooks.optim.private import DPSGD, ClippedSum, PrivacyEngine, PrivacyError
+from tests.optim.private.test_tickets import dataset, forever, loss_function, private
+
+MODES = ["functorch", "hooks"]
+
+
+def raw_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take an ordinary step on data that are private."""
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        loss = loss_function(model, dataset()[:4]).sum()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, DPSGD])
+@pytest.mark.parametrize("part", ["all", "some"])
+def test_another_optimizer_of_the_parameters_is_refused(kind: Any, part: str) -> None:
+    model, optimizer, loader = private()
+    batches = forever(loader)
+    other = kind(model.parameters() if part == "all" else [model.bias], lr=0.1)
+    before = model.weight.clone()
+    with pytest.raises(PrivacyError, match="has the parameters of a DPOptimizer"):
+        raw_step(model, other)
+    with pytest.raises(PrivacyError, match="is inside a DPOptimizer"):
+        raw_step(model, optimizer.inner)
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    optimizer.backward(next(batches))
+    optimizer.step()
+
+
+def writes(how: str, model: nn.Module) -> None:
+    with torch.no_grad():
+        if how == "in place":
+            model.weight.add_(1.0)
+        elif how == "copied":
+            model.weight.copy_(torch.ones(3, 6))
+        else:
+            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("how", ["in place", "copied", "loaded"])
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_writing_between_steps_is_noticed(how: str, when: str) -> None:
+    model, optimizer, loader = private()
+    batches = forever(loader)
+
+    def step(write: bool) -> None:
+        optimizer.zero_grad()
+        if write and when == "before backward":
+            writes(how, model)
+        optimizer.backward(next(batches))
+        if write and when == "before step":
+            writes(how, model)
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writes(how, model)  # before the first step: a checkpoint
+        step(False)
+        step(False)
+    with pytest.warns(UserWarning, match="parameters have changed since the last private step"):
+        step(True)
+
+
+Tamper = Callable[[ClippedSum], ClippedSum]
+TAMPERED: dict[str, Tamper] = {
+    "larger": lambda s: ClippedSum([t * 1.1 for t in s.tensors], s.samples, 0, s.bound),
+    "more samples": lambda s: ClippedSum([t + 1 for t in s.tensors], s.samples, 0, s.bound),
+    "without a bound": lambda s: ClippedSum([t + 100 for t in s.tensors], s.samples),
+    "not a number": lambda s: ClippedSum([t * torch.nan for t in s.tensors], s.samples, 0, s.bound),
+    "smaller": lambda s: ClippedSum([t * 0.9 for t in s.tensors], s.samples, 0, s.bound),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_sum_that_clipping_cannot_give_is_not_released(mode: str, name: str) -> None:
+    """Of one sample, whose norm is known exactly."""
+    one = TensorDataset(torch.randn(1, 6), torch.zeros(1, dtype=torch.long))
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(
+        engine, data_loader=DataLoader(one), sample_rate=1.0, grad_sample_mode=mode
+    )
+    take = optimizer.gradients.take
+    before = model.weight.clone()
+    optimizer.backward(next(iter(loader)))
+    optimizer.gradients.take = lambda: TAMPERED[name](take())
+    with pytest.raises(PrivacyError, match=r"1 clipped gradients .* something else has changed"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match="nothing was released"):
+        engine.get_epsilon(1e-5)
+
+
+class Padded(nn.Module):
+    def __init__(self, *, tied: bool = False, bag: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4, padding_idx=2)
+        self.bag = nn.EmbeddingBag(9, 4, padding_idx=0, mode="sum") if bag else None
+        self.head = nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x.abs() * 4).long().clamp(max=8)
+        return self.head(self.words(words).sum(1) + (self.bag(words) if self.bag else 0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_does_not_move_padding(mode: str) -> None:
+    model, optimizer, loader = private(
+        model=Padded(bag=mode == "functorch"), grad_sample_mode=mode, noise_multiplier=1.0
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _, batch in zip(range(3), forever(loader), strict=False):
+        optimizer.zero_grad()
+        optimizer.backward(batch)
+        optimizer.step()
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    assert not moved["words.weight"][2].any()
+    assert moved["words.weight"][[0, 1, 3]].all()
+    if mode == "functorch":
+        assert not moved["bag.weight"][0].any()
+        assert moved["bag.weight"][1:].all()
+
+
+def test_a_row_that_another_layer_trains_is_no_padding() -> None:
+    model, optimizer, loader = private(model=Padded(tied=True), noise_multiplier=1.0)
+    before = model.words.weight.detach().clone()
+    optimizer.backward(next(iter(loader)))
+    optimizer.step()
+    assert (model.words.weight.detach() - before)[2].all()
+
+
+class Noisy(nn.Module):
+    """Draws in training mode, in a module with layers of its own, as attention of others does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.first(x), 1e-3, self.training)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(5))
+def test_dropout_in_a_function_is_no_dependence(mode: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    _, optimizer, loader = private(model=Noisy(), grad_sample_mode=mode)
+    for _, batch in zip(range(3), forever(loader), strict=False):
+        optimizer.backward(batch)
+        optimizer.step()
+
+
+def test_equal_samples_are_told_once() -> None:
+    inputs = torch.randn(40, 6)
+    inputs[30] = inputs[3]
+    equal = TensorDataset(inputs, torch.zeros(40, dtype=torch.long))
+    _, optimizer, loader = private(data_loader=DataLoader(equal), sample_rate=1.0)
+    batches = forever(loader)
+    with pytest.warns(UserWarning, match="two samples of a batch are equal"):
+        optimizer.backward(next(batches))
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.backward(next(batches))
