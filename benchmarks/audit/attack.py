@@ -1,6 +1,7 @@
 """The attack on the noise: on releases, by an observer of the draws."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +116,7 @@ def audit_releases(
 
     def bound(level: float) -> float:
         each = 1 - (1 - level) / (len(groups) * len(score))
-        return max(_lower_bound(way[g], coins[g], each) for g in groups for way in score)
+        return max(lower_bound(way[g], coins[g], each) for g in groups for way in score)
 
     claimed, mu = math.sqrt(plan.steps) / plan.noise_multiplier, bound(confidence)
     return Attack(
@@ -176,12 +177,28 @@ def _scores(expected: torch.Tensor, released: torch.Tensor) -> torch.Tensor:
     return torch.stack([(expected * seen).sum(0) / size for seen in (released, clamped)])
 
 
-def _lower_bound(scores: torch.Tensor, included: torch.Tensor, confidence: float) -> float:
-    """Return mu from the scores and the truth."""
+Bound = Callable[[int, int, int, int, float], float]
+"""A lower bound by wrong answers of a threshold test; see :func:`gaussian_lower_bound`."""
+
+
+def lower_bound(
+    scores: torch.Tensor,
+    included: torch.Tensor,
+    confidence: float,
+    of_errors: Bound | None = None,
+) -> float:
+    """Return what a threshold test of scores proves: by default a mu of Gaussian privacy.
+
+    Args:
+        scores: of the trials, (n,).  A quarter of them chooses the threshold.
+        included: whether the sample was in.
+        confidence: the probability with which the bound holds.
+        of_errors: the bound by the numbers of wrong answers.
+    """
 
     def mu_of(part: slice, threshold: float) -> float:
         positive, truth = scores[part] > threshold, included[part]
-        return gaussian_lower_bound(
+        return (of_errors or gaussian_lower_bound)(
             int((positive & ~truth).sum()),
             int((~truth).sum()),
             int((~positive & truth).sum()),
@@ -224,11 +241,23 @@ def gaussian_lower_bound(
         >>> round(gaussian_lower_bound(31, 100, 31, 100), 2)  # the truth may be 1
         0.45
     """
+    errors = error_limits(false_positives, absent, false_negatives, present, confidence)
+    return max(0.0, float(norm.isf(errors).sum())) if max(errors) < 1 else 0.0
+
+
+def error_limits(
+    false_positives: float,
+    absent: float,
+    false_negatives: float,
+    present: float,
+    confidence: float,
+) -> tuple[float, float]:
+    """Return the upper Clopper-Pearson limits of both error rates, which hold together."""
     each = 1 - (1 - confidence) / 2
     counts = ((false_positives, absent), (false_negatives, present))
     # Without a right answer the limit is 1, which ``beta.ppf`` leaves out.
-    errors = [1.0 if k == n else float(beta.ppf(each, k + 1, n - k)) for k, n in counts]
-    return max(0.0, float(norm.isf(errors).sum())) if max(errors) < 1 else 0.0
+    one, other = (1.0 if k == n else float(beta.ppf(each, k + 1, n - k)) for k, n in counts)
+    return one, other
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

@@ -14,6 +14,7 @@ TABLES = {
     "wire": "bits per kept element, with index codes",
     "per_sample_gradients": "clipped sums of per-sample gradients, and Opacus's (needs opacus)",
     "private_checks": "cost of differentiating samples alone (needs opacus)",
+    "distinguishing": "epsilon that a game proves, and the claim (needs opacus)",
     "noise": "cost of noise from a cryptographic generator",
     "queued": "operations that an exchange queues on an accelerator",
     "checks": "cost of the checks between ranks (10 minutes on 2 cores)",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -17,6 +18,7 @@ from benchmarks.micro import queued
 from benchmarks.micro.__main__ import TABLES, main
 from benchmarks.micro.checks import CHECKS, Clock, measure, timed_checks
 from benchmarks.micro.timing import medians, times_in_turns
+from comm_hooks.optim.private.accounting import GaussianEvent, PLDAccountant
 from comm_hooks.wire.gathered_header import GatheredHeader
 from comm_hooks.wire.stamp import Stamp
 from tests.ranks import Ranks
@@ -26,7 +28,7 @@ MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements.md"
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_a_module(name: str) -> None:
-    if name in ("per_sample_gradients", "private_checks"):
+    if name in ("per_sample_gradients", "private_checks", "distinguishing"):
         pytest.importorskip("opacus")
     assert callable(importlib.import_module(f"benchmarks.micro.{name}").main)
 
@@ -95,3 +97,22 @@ def test_a_bucket_takes_the_operations_of_the_page(
 def test_reading_a_value_is_an_error() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.empty(3, device="meta").sum().item()
+
+
+@pytest.mark.parametrize(("rate", "factor"), [(1.0, 1.0), (0.5, 1.0), (1.0, 3.0)])
+def test_a_game_proves_at_most_what_holds_and_catches_a_larger_influence(
+    rate: float, factor: float
+) -> None:
+    from benchmarks.micro.distinguishing import measure, proven
+
+    generator = np.random.default_rng(0)
+
+    def play(is_in: bool) -> float:
+        return factor * (is_in and generator.random() < rate) + generator.standard_normal()
+
+    claimed = PLDAccountant().epsilon([GaussianEvent(1.0, rate)], 1e-5)
+    bound = proven(*measure(play, 8000), rate)
+    if factor == 1:
+        assert 0.3 * rate * claimed <= bound <= claimed
+    else:
+        assert bound > 2 * claimed
