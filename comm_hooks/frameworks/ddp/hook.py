@@ -7,7 +7,7 @@ and refuses strings.
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,9 +50,18 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from comm_hooks.exchange.settings import ExchangeOptions
-    from comm_hooks.optim.private import RankLevel
 
 logger = logging.getLogger(__name__)
+
+
+class Privacy(Protocol):
+    """Makes gradients private; see :class:`~comm_hooks.optim.private.RankLevel`."""
+
+    def attach(self, exchange: Exchange, module: torch.nn.Module) -> None:
+        """Protect all rounds of an exchange from now on; collective."""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Called before each step of an optimizer."""
 
 
 class CompressionState:
@@ -137,7 +146,7 @@ class CompressionState:
         self._passes = 0
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._has_model, self._is_its_pass = bool(self._names), False
-        self.private: RankLevel | None = None
+        self.private: Privacy | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Return a state for a copy of the model, with the same names for its parameters."""
@@ -431,7 +440,7 @@ def register(
     *,
     loss_scale: Callable[[], float] | None = None,
     start_compression_step: int = 0,
-    private: "RankLevel | None" = None,
+    private: Privacy | None = None,
     **settings: Any,
 ) -> CompressionState: ...
 @overload
@@ -444,7 +453,7 @@ def register(
     *,
     loss_scale: Callable[[], float] | None = None,
     start_compression_step: int = 0,
-    private: "RankLevel | None" = None,
+    private: Privacy | None = None,
     **settings: Any,
 ) -> Any:
     """Let a DDP model exchange compressed gradients, or leave the exchange to its optimizer.
@@ -465,7 +474,8 @@ def register(
         loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
             they scale the loss.
         start_compression_step: see :class:`CompressionState`.
-        private: makes each rank's gradients differentially private.
+        private: makes each rank's gradients differentially private: a
+            :class:`~comm_hooks.optim.private.RankLevel`.
         settings: ``memory``, ``collective``, ``seed``, ``min_numel``, ``min_ndim``,
             ``exempt_bits``, ``granularity``, ``ranks_per_node``, ``verify_every``, ``downlink``:
             see :class:`~comm_hooks.ExchangeSettings`; and the compressor's own arguments, if it is
