@@ -11,7 +11,7 @@
 # make soak   look for what grows in 5,000 steps of five methods (20 minutes)
 # make predictions  check the advice against links of network namespaces (20 minutes; needs root)
 # make faults  inject faults into runs of every method, and write docs/faults.md (half an hour)
-# make third-party SOURCES=folder  other projects' scripts with three edited lines (two hours)
+# make third-party SOURCES=folder  other projects' scripts with one or two edited lines (two hours)
 # make release-check  build wheel and source archive, install them in empty environments, train (6 minutes)
 # Each makes its own virtual environment in .venv first.
 

@@ -63,11 +63,10 @@ _NANO_GPT_PORT = (
     Edit("model = DDP(model, device_ids", "model = DDP(model)"),
 )
 _NANO_GPT_EDITS = (
-    Edit("from model import GPTConfig", "import comm_hooks", after=True),
     Edit(
         "raw_model = model.module",
-        "optimizer = comm_hooks.register(model, comm_hooks.optim.low_communication("
-        "optimizer.param_groups, lr=learning_rate, total_steps=max_iters))",
+        "import comm_hooks; "
+        "optimizer = comm_hooks.replace(model, optimizer, total_steps=max_iters)",
         after=True,
     ),
 )
@@ -170,7 +169,6 @@ SCRIPTS = (
             ),
         ),
         edits=(
-            Edit("import torch", "import torch\nimport comm_hooks"),
             Edit(
                 "fsdp_kwargs = {}",
                 'fsdp_kwargs = {"mesh": (mesh := torch.distributed.init_device_mesh("cpu", (2, 2), '
@@ -178,8 +176,9 @@ SCRIPTS = (
             ),
             Edit(
                 "optim = torch.optim.Adam(",
-                "optim = comm_hooks.register(model, comm_hooks.optim.low_communication("
-                'model.named_parameters(), lr=1e-2, process_group=mesh["nodes"].get_group()))',
+                "import comm_hooks; optim = comm_hooks.replace(model, optim, "
+                'process_group=mesh["nodes"].get_group())',
+                after=True,
             ),
         ),
         prepare=data.one_text,
@@ -211,18 +210,9 @@ SCRIPTS = (
         ),
         edits=(
             Edit(
-                "from accelerate import Accelerator",
-                "import comm_hooks.frameworks.accelerate",
-                after=True,
-            ),
-            Edit(
-                "optimizer = torch.optim.Adam(",
-                "optimizer = comm_hooks.optim.low_communication("
-                "model.named_parameters(), lr=lr, weight_decay=0)",
-            ),
-            Edit(
                 "# Now we train the model",
-                "comm_hooks.frameworks.accelerate.register(accelerator, model, optimizer)",
+                "from comm_hooks.frameworks.accelerate import register; "
+                "register(accelerator, model, optimizer)",
                 after=True,
             ),
         ),
@@ -267,16 +257,10 @@ SCRIPTS = (
             ),
         ),
         edits=(
-            Edit("import torch", "import torch\nimport comm_hooks.frameworks.transformers"),
-            Edit(
-                "train_dataset=packed_dataset",
-                "train_dataset=packed_dataset, eval_dataset=parts['test'],\n"
-                "optimizers=(comm_hooks.optim.low_communication(model.named_parameters(), "
-                "lr=2e-3, total_steps=1500), None),",
-            ),
             Edit(
                 "trainer.train()",
-                "comm_hooks.frameworks.transformers.register(trainer)\ntrainer.train()",
+                "from comm_hooks.frameworks import transformers; "
+                "transformers.register(trainer, total_steps=1500)\ntrainer.train()",
             ),
         ),
         prepare=data.small_llama,
@@ -297,11 +281,6 @@ SCRIPTS = (
         ),
         edits=(
             Edit("import torch", "import torch\nimport comm_hooks.frameworks.lightning"),
-            Edit(
-                "return torch.optim.Adam(",
-                "return comm_hooks.optim.low_communication(self.named_parameters(), "
-                "lr=self.hparams.learning_rate, weight_decay=0)",
-            ),
             Edit(
                 "trainer_defaults=",
                 'trainer_defaults={"callbacks": [ImageSampler(), '
@@ -331,15 +310,13 @@ SCRIPTS = (
             ),
         ),
         edits=(
-            Edit("import torch", "import torch\nimport comm_hooks"),
             Edit(
                 "optimizer = optim.Adadelta(",
-                "optimizer = comm_hooks.optim.low_communication("
-                "model.named_parameters(), lr=1e-3, weight_decay=0)",
+                "optimizer = optim.Adam(model.parameters(), lr=1e-3)",
             ),
             Edit(
                 "scheduler = StepLR(",
-                "comm_hooks.register(model, optimizer)\n"
+                "import comm_hooks; comm_hooks.replace(model, optimizer)\n"
                 "scheduler = StepLR(optimizer, step_size=1, gamma=hparams.gamma)",
             ),
         ),
