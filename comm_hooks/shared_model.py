@@ -231,7 +231,7 @@ class _View:
                 "code other than the optimizer and load_state_dict(). The new values count as "
                 "progress of this rank; until the next step, eval() and state_dict() use them "
                 "instead of the shared values. If all ranks have written the same values, call "
-                "restart() of this optimizer",
+                "restart() of this optimizer"
             )
 
 

@@ -48,12 +48,7 @@ class StatsLogger:
     """
 
     def __init__(
-        self,
-        state: HasStats,
-        writer: Any = None,
-        *,
-        every: int = 50,
-        prefix: str = "comm_hooks/",
+        self, state: HasStats, writer: Any = None, *, every: int = 50, prefix: str = "comm_hooks/"
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"StatsLogger: every must be an integer from 1, got {every!r}")

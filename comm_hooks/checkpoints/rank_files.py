@@ -16,10 +16,7 @@ Read = Callable[[str], dict[str, Any]]
 
 
 def save_rank_file(
-    state: RankState,
-    folder: str | os.PathLike[str],
-    *,
-    write: Write | None = None,
+    state: RankState, folder: str | os.PathLike[str], *, write: Write | None = None
 ) -> None:
     """Write this rank's state to ``folder/rank<r>.pt``.  Every rank must call it.
 

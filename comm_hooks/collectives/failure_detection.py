@@ -104,12 +104,7 @@ class FailureDetector:
     """
 
     def __init__(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        own: int,
-        timeout: timedelta,
-        progress: Progress,
+        self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta, progress: Progress
     ) -> None:
         self._store = PrefixStore("failures", store)
         self._ranks = ranks

@@ -10,11 +10,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.bits import packed_nbytes
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.signs import (
-    decode_signs,
-    encode_signs,
-    mean_magnitudes,
-)
+from comm_hooks.kernels.signs import decode_signs, encode_signs, mean_magnitudes
 from comm_hooks.randomness import Draw, fork
 from comm_hooks.requirements import require_choice, require_flag, require_positive
 from comm_hooks.wire.sections import join, word_aligned

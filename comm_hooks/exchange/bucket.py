@@ -52,9 +52,7 @@ class Buckets:
         return len(set(self._found.values()))
 
     def of(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        extras: Mapping[str, torch.Tensor] | None = None,
+        self, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, torch.Tensor] | None = None
     ) -> Bucket:
         """Return the bucket of named tensors to average; make it at the first call.
 

@@ -584,9 +584,7 @@ class Exchange:
         return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
 
     def bytes_per_round(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        extras: Mapping[str, Sequence[int]] | None = None,
+        self, shapes: Mapping[str, Sequence[int]], extras: Mapping[str, Sequence[int]] | None = None
     ) -> int:
         """Return the bytes that this rank will send in a round over tensors of these shapes.
 

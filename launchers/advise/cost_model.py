@@ -173,11 +173,7 @@ class Plan:
 
 
 def predict(
-    plan: Plan,
-    network: Network,
-    *,
-    forward_backward: float,
-    optimizer: float = 0.0,
+    plan: Plan, network: Network, *, forward_backward: float, optimizer: float = 0.0
 ) -> float:
     """Return the predicted seconds of a step, on average.
 

@@ -92,10 +92,7 @@ class PrivacyEngine:
     """
 
     def __init__(
-        self,
-        *,
-        accountant: Accountant | str = "rdp",
-        ledger: str | os.PathLike[str] | None = None,
+        self, *, accountant: Accountant | str = "rdp", ledger: str | os.PathLike[str] | None = None
     ) -> None:
         try:
             self.accountant = build_accountant(accountant)
@@ -294,12 +291,7 @@ class PrivacyEngine:
         optimizer.change(**changed)
 
     def private_participation(
-        self,
-        *,
-        clients: int,
-        sample_rate: float,
-        noise_multiplier: float,
-        max_norm: float,
+        self, *, clients: int, sample_rate: float, noise_multiplier: float, max_norm: float
     ) -> PrivateParticipation:
         """Return the sampling of clients for private rounds of local steps, for ``LocalRounds``.
 
@@ -464,9 +456,7 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def _entry(
-        self,
-        event_of_step: Callable[[], GaussianEvent],
-        continued: Sequence[Releases],
+        self, event_of_step: Callable[[], GaussianEvent], continued: Sequence[Releases]
     ) -> Callable[[], None]:
         """Return a function that writes a release to the ledger, or raises if the budget is spent.
 

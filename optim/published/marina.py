@@ -81,13 +81,7 @@ class Marina(ExchangingOptimizer):
     published = block(compressor="perm_k")
 
     def __init__(
-        self,
-        params: ParamsT,
-        exchange: Exchange,
-        *,
-        lr: float,
-        p: float,
-        weight_decay: float = 0.0,
+        self, params: ParamsT, exchange: Exchange, *, lr: float, p: float, weight_decay: float = 0.0
     ) -> None:
         require_within(self, "p", p, "(0, 1]")
         super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, p=p)

@@ -8,12 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.moments import average_squares_, averages_, count_step, values
-from comm_hooks.optim.published.freezing import (
-    SIGNS,
-    FreezingOptimizer,
-    denominators,
-    directions,
-)
+from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, denominators, directions
 from comm_hooks.requirements import require_within
 from comm_hooks.shards import whole
 
@@ -127,12 +122,7 @@ class OneBitLamb(FreezingOptimizer):
         }
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
-            params,
-            exchange,
-            defaults,
-            freeze_step=freeze_step,
-            total_steps=total_steps,
-            **settings,
+            params, exchange, defaults, freeze_step=freeze_step, total_steps=total_steps, **settings
         )
         if any(whole(p) is not p for p in self._parameters()):
             raise ValueError(

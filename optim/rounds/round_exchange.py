@@ -89,7 +89,7 @@ class RoundExchange:
                 "are above 2^50 or not finite: client "
                 f"{', '.join(map(str, aggregate.missing))}; the mean is over the other "
                 f"{aggregate.contributors} of "
-                f"{aggregate.contributors + len(aggregate.missing)}",
+                f"{aggregate.contributors + len(aggregate.missing)}"
             )
         if aggregate.delta is None:
             state.model.restore(places)

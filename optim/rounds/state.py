@@ -292,7 +292,7 @@ class RoundsState:
             warn_program(
                 f"{self._owner}: parameters were written to after load_state_dict() had restored "
                 "this rank's local progress in them: load or broadcast the model first, then call "
-                f"{self._owner}.load_state_dict()",
+                f"{self._owner}.load_state_dict()"
             )
         # Until now it could have been restored from this rank's own file.
         other, self._loaded_from = self._loaded_from, None
@@ -301,7 +301,7 @@ class RoundsState:
                 f"{self._owner}: this rank goes on from the state that rank {other} saved, without "
                 "its residual and local progress: call save_rank_file(optimizer, folder) on every "
                 "rank when saving a checkpoint, and load_rank_files(optimizer, folder) when "
-                "loading it",
+                "loading it"
             )
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -110,13 +110,7 @@ def compress_all_reduce(
     _agree(exchange, shards, dist.get_process_group_ranks(group))
     replicas = ReplicaCheck(units, exchange.transport, shards)
     state = CompressedReduction(
-        exchange,
-        units,
-        [shards.rank],
-        loss_scale,
-        replicas,
-        [units[0].shard_group],
-        others=shards,
+        exchange, units, [shards.rank], loss_scale, replicas, [units[0].shard_group], others=shards
     )
     waiting: dict[str, torch.Tensor] = {}
     for unit in units:

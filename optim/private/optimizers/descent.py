@@ -18,14 +18,7 @@ from comm_hooks.optim.base import (
     widened,
 )
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import (
-    average_,
-    average_squares_,
-    descend_,
-    momentum_,
-    roots,
-    zeros,
-)
+from comm_hooks.optim.moments import average_, average_squares_, descend_, momentum_, roots, zeros
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
 from comm_hooks.requirements import require_callable, require_choice, require_kind, require_within
 

@@ -153,10 +153,7 @@ class PublicGradients:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_function: LossFunction,
-        batches: Iterable[Any],
+        self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]
     ) -> None:
         require_kind(self, "model", model, nn.Module)
         require_callable(self, "loss_function", loss_function)
