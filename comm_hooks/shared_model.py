@@ -23,10 +23,8 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
        ``module.train()`` restores this rank's values, except for parameters that were written to
        in between; ``rounds`` refuses a step in evaluation mode.  The same holds for submodules
        that hold all of the parameters, such as a model inside a module that returns its loss;
-    2. ``module.state_dict()``, and that of any submodule, returns copies of the shared values in
-       either mode;
-    3. after ``module.load_state_dict()``, or that of any submodule, local steps continue from the
-       loaded values;
+    2. ``state_dict()``, also of any submodule, returns copies of the shared values in either mode;
+    3. after ``load_state_dict()``, also of any submodule, local steps go on from loaded values;
     4. a copy or pickle of the module, or of a submodule, is a plain one with the shared values.
 
     If other code has written to parameters since the last step, the written values count as

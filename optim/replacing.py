@@ -36,8 +36,7 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
 
     Args:
         model: the DDP model, or what a framework returns for it; see :func:`comm_hooks.register`.
-        optimizer: an ``AdamW``, or an ``Adam`` without weight decay; also in the wrapper of
-            Accelerate or Fabric.
+        optimizer: ``AdamW``, or ``Adam`` without weight decay; Accelerate or Fabric may wrap it.
         scheduler: a learning-rate scheduler of the AdamW, or several, from then on bound to the
             returned optimizer.  Others keep on working.
         settings: ``total_steps``, ``bits_per_parameter``, ``inner``, ``process_group`` and

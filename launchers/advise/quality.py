@@ -90,8 +90,7 @@ def most_ranks() -> int:
 def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> Kept | None:
     """Return the measured quality of a method with ``ranks`` ranks; None without a measurement.
 
-    1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
-       ``ranks`` counts.
+    1. More ranks keep less, so the measurement with the fewest ranks, at least ``ranks``, counts.
     2. Trainings of all lengths and batch sizes count.
     3. A budget of ``low_communication`` is judged by the largest measured budget within it, because
        a larger budget is not always used up.

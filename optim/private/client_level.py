@@ -82,8 +82,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             the loaded state depends on.
 
     Publish ``release_state_dict()`` of :class:`~comm_hooks.optim.LocalRounds` and nothing else.
-    Buffers that a client's forward passes change (batch norm's) are refused: they would stay in the
-    model.
+    Buffers that clients' forward passes change (batch norm's) are refused: they stay in the model.
 
     Not supported: weights for clients of different size; inner optimizers that share statistics;
     ``collective="sharded"``; clients that distrust the ranks.

@@ -152,8 +152,7 @@ class PrivacyEngine:
             PrivacyError: for a model that mixes samples or has a communication hook, a compressor
                 that is not private with the placement, or an optimizer that has taken steps.
             ValueError: for arguments of a wrong type or out of range.
-            ConfigMismatchError: on all ranks, if the lengths of their data sets or some samples
-                differ.
+            ConfigMismatchError: on all ranks, if lengths or some samples of data sets differ.
         """
         check_model(module)
         require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks"))
@@ -340,8 +339,7 @@ class PrivacyEngine:
         """Set a budget: a later step raises ``PrivacyError`` if epsilon would exceed the target.
 
         Raises:
-            ValueError: for values out of range, and a delta that is too large; see
-                :meth:`get_epsilon`.
+            ValueError: for values out of range, and a delta that :meth:`get_epsilon` refuses.
         """
         require_delta(target_delta, "target_delta")
         require_within(self, "target_epsilon", target_epsilon, "(0, inf)")
@@ -356,8 +354,7 @@ class PrivacyEngine:
             delta: less than one over the number of samples (or clients): to publish one of them at
                 random would satisfy any larger delta.
             observer: ``"model"`` sees the model at every step; ``"checkpoint"`` also the saved
-                states of single ranks, residuals included; ``"rank"`` the messages of single
-                ranks.
+                states of single ranks, residuals included; ``"rank"`` the messages of single ranks.
 
         Raises:
             ValueError: before the first step, for a delta out of range, and for one that is not

@@ -33,8 +33,7 @@ class Marina(ExchangingOptimizer):
     3. if c: g = mean_i grad_i(x'), exactly; else g = g + mean_i Q(grad_i(x') - grad_i(x));
     4. x = x'.
 
-    So the gradient that a step finds moves x in the next one: with ``p=1`` step t + 1 is the step t
-    of gradient descent.
+    A step's gradient moves x in the next: with ``p=1`` step t + 1 is step t of gradient descent.
 
     The closure is called twice where c is 0, at x and then at x', with the same state of torch's
     random number generators, so that dropout drops the same; random numbers from elsewhere it must

@@ -68,15 +68,13 @@ class MicroAdam(ExchangingOptimizer):
     ===========================================  ========  =========  =========  ======
 
     All-gathered, the mean of N ranks has up to N times as many elements as one rank sends; there is
-    room for all of them, in which values are rounded to bfloat16 unless ``value_bits=32``.
-    Not counted is the temporary memory of a step: float32 copies of the gradients, the
-    exchange's workspace, and the moments of at most ``BATCH`` elements, or one parameter, at a
-    time.
+    room for all of them, in which values are rounded to bfloat16 unless ``value_bits=32``.  Not
+    counted is the temporary memory of a step: float32 copies of the gradients, the exchange's
+    workspace, and the moments of at most ``BATCH`` elements, or one parameter, at a time.
 
     Cost: rebuilding the moments scatters ``window`` x density elements per parameter.
 
-    Not supported: compressors other than TopK, ``granularity="bucket"``, ``collective="auto"``,
-    AMSGrad.
+    Not supported: compressors but TopK, ``granularity="bucket"``, ``collective="auto"``, AMSGrad.
 
     Example::
 

@@ -31,8 +31,7 @@ class FedAvg(LocalRounds):
     """Local SGD on every client, averaged every K steps: FedAvg, which FED-LAMB calls Fed-SGD.
 
     McMahan, Moore, Ramage, Hampson & Aguera y Arcas, AISTATS 2017, Algorithm 1, with equal weights:
-    :class:`LocalRounds` with SGD as the inner and SGD of ``server_lr`` (1: the average) as the
-    server optimizer.
+    :class:`LocalRounds` with SGD inside and SGD of ``server_lr`` (1: the average) on the server.
 
     Args:
         exchange: any exchange; with ``Identity()`` this is FedAvg as published.
@@ -222,8 +221,7 @@ class MuLoCo(LocalRounds):
         outer_lr, outer_momentum: the settings of the server optimizer.
 
     Raises:
-        ValueError: for hyperparameters out of range; if all parameters, or none, are hidden
-            matrices.
+        ValueError: for hyperparameters out of range; if no or all parameters are hidden matrices.
 
     Example::
 

@@ -29,8 +29,7 @@ class Sharded(CompressedRoute):
             :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
         memory: keeps the residuals of the second compression, of the shard that this rank owns.
         downlink: the compressors of the means; by default ``compressors``.
-        exact_uplink: whether vectors are sent to the owners in float32, so that only the means are
-            compressed.
+        exact_uplink: whether vectors go to owners in float32, so that only means are compressed.
     """
 
     def __init__(
@@ -118,8 +117,7 @@ def scatter(
     """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
     Args:
-        payloads: the payloads of this rank, one for each rank, (N, nbytes), uint8; may be longer
-            than ``format_``.
+        payloads: one for each rank, (N, nbytes), uint8; may be longer than ``format_``.
         format_: the format of the payloads for this rank.
         context: the settings of the round for the shard of this rank.
 

@@ -45,8 +45,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     if not isinstance(getattr(own, "exchange", None), Exchange):
         raise ValueError(
             "register() takes a compressor, or an optimizer that exchanges by itself, such as the "
-            "result of comm_hooks.optim.low_communication(...); "
-            f"{type(own).__name__} does not"
+            f"result of comm_hooks.optim.low_communication(...); {type(own).__name__} does not"
         )
     works_in_rounds = hasattr(own, "server_parameters")
     _require_constant_weights(model)
@@ -79,9 +78,8 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
 
 def _refuse_to_join(name: str, **kwargs: object) -> NoReturn:
     raise ValueError(
-        f"join() cannot be used with {name}, which exchanges in step(): a rank "
-        "without data would let the others wait: give all ranks equally many batches "
-        "(DistributedSampler does)"
+        f"join() cannot be used with {name}, which exchanges in step(): a rank without data would "
+        "let the others wait: give all ranks equally many batches (DistributedSampler does)"
     )
 
 

@@ -47,8 +47,7 @@ class NoisedOptimizer(ExactStateOptimizer):
     step is deterministic: ranks with equal parameters, state and gradients stay equal bit for bit.
 
     Args:
-        params: parameters, named parameters or parameter groups; a group may have its own value of
-            any number below.
+        params: parameters, named or not, or groups; a group may have its own value of any number.
         lr: learning rate.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator.
@@ -62,8 +61,7 @@ class NoisedOptimizer(ExactStateOptimizer):
 
     Raises:
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
-            of another optimizer; for public gradients that do not fit the parameters or are not
-            finite.
+            of another optimizer; for public gradients that do not fit or are not finite.
         RuntimeError: from :meth:`step` of an optimizer that scales gradients, if :meth:`transform`
             was not called for this step.
 
