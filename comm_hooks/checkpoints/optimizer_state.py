@@ -131,7 +131,6 @@ class OptimizerState:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _names(self) -> list[str]:
-        """Return the parameters' names; their indices if they have none."""
         names = [n for group in self.optimizer.param_groups for n in group.get("param_names", ())]
         count = len(self._parameters())
         return names if len(names) == count else [str(index) for index in range(count)]

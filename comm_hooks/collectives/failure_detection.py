@@ -132,7 +132,6 @@ class FailureDetector:
         self._store.set(f"{epoch} {kind} {self._own}", json.dumps(said))
 
     def _said(self, epoch: int, kind: str, rank: int) -> Any:
-        """Return a rank's report of a kind; None if it has none."""
         name = f"{epoch} {kind} {rank}"
         return json.loads(self._store.get(name)) if self._store.check([name]) else None
 

@@ -189,7 +189,6 @@ class FetchSGD(ExchangingOptimizer):
         return torch.stack([compressor.compress(vector, key=key) for key in self._keys])
 
     def _shared(self, name: str) -> float:
-        """Return a hyperparameter's value; raise ``ValueError`` if it differs between groups."""
         values = {group[name] for group in self.param_groups}
         if len(values) > 1:
             raise ValueError(

@@ -151,7 +151,6 @@ class Marina(ExchangingOptimizer):
         return bool(random_unit([key], 1)[0, 0] < self.p)
 
     def _evaluate(self, closure: Callable[[], float]) -> tuple[float, Tensors]:
-        """Return the closure's loss and this rank's gradients at the present parameters."""
         self.zero_grad()
         with torch.enable_grad():
             loss = closure()

@@ -169,7 +169,6 @@ class MicroAdam(ExchangingOptimizer):
         descend_(parameters, shaped, group)
 
     def _update_exempt(self, members: list[Pair], group: Group) -> None:
-        """Update exempt parameters by AdamW."""
         states = [self.state[parameter] for parameter, _ in members]
         count_step(states)
         m, v = averages_(states, [aggregate for _, aggregate in members], group["betas"])

@@ -337,7 +337,6 @@ class RoundsState:
 
     @property
     def _kinds(self) -> list[str]:
-        """The classes of the inner and the server optimizer."""
         return [type(self._inner).__name__, type(self._server).__name__]
 
     def _server_names(self) -> list[list[str]]:

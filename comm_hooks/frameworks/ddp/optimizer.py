@@ -84,7 +84,6 @@ def _refuse_to_join(name: str, **kwargs: object) -> NoReturn:
 
 
 def _require_constant_weights(model: nn.Module) -> None:
-    """Raise ``ValueError`` for embeddings with ``max_norm``: a forward pass writes to them."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -99,7 +98,6 @@ def _require_constant_weights(model: nn.Module) -> None:
 
 
 def _warn_of_unsharded(module: nn.Module) -> None:
-    """Warn of unsharded parameters in a sharded model: ranks of a node do not average them."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = [name for name, parameter in trained.items() if not is_sharded(parameter)]
     if 0 < len(names) < len(trained):
@@ -111,7 +109,6 @@ def _warn_of_unsharded(module: nn.Module) -> None:
 
 
 def _require_ranks_of(ddp: DistributedDataParallel, optimizer: Any) -> None:
-    """Raise ``ValueError`` if the optimizer exchanges with other ranks than DDP."""
     transport = optimizer.exchange.transport
     if not isinstance(transport, TorchDistributed):
         return
@@ -124,7 +121,6 @@ def _require_ranks_of(ddp: DistributedDataParallel, optimizer: Any) -> None:
 
 
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` unless the optimizer has exactly the model's trainable parameters."""
     known = set(module.parameters())
     own = [whole(p) for group in optimizer.param_groups for p in group["params"]]
     if strangers := sum(p not in known for p in own):

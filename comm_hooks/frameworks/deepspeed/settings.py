@@ -204,14 +204,12 @@ _ROUNDS_IGNORED = ("eps", "torch_adam", "fused", "foreach", "bias_correction")
 
 
 def _type(config: Mapping[str, Any]) -> str:
-    """Return ``optimizer.type`` of a configuration; an empty string without one."""
     block = config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def _entry(name: str) -> OptimizerEntry | None:
-    """Return the entry of an optimizer of comm-hooks by name; None if the name is unknown."""
     return _ADAMW if name.lower() == _ADAMW.name.lower() else lookup(name)
 
 
@@ -364,7 +362,6 @@ def _stage(config: Mapping[str, Any]) -> int:
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
-    """Raise ``ValueError`` if ranks get no complete, unreduced gradients, as with ZeRO."""
     if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} needs whole gradients on every rank for its own "

@@ -119,7 +119,6 @@ class CompressedReduction:
         return total.squeeze(0)
 
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` if states have residuals of shards that this rank does not hold."""
         memory = self.exchange.memory
         if memory is None:
             return

@@ -261,7 +261,6 @@ class Ledger:
         return before + self._seal + after + b"\n"
 
     def _require_untouched(self) -> None:
-        """Raise ``PrivacyError`` if the file was deleted, replaced or changed by others."""
         if self._fd is None:
             raise ValueError(f"ledger {self.path} is closed: nothing can be recorded")
         own = os.fstat(self._fd)

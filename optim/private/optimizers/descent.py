@@ -193,7 +193,6 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         return self.state[parameter].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def _count(self, parameters: Tensors) -> list[int]:
-        """Add 1 to the number of steps of each parameter, and return these numbers."""
         counts = [self._steps(p) for p in parameters]
         torch._foreach_add_(counts, 1)
         return [int(count) for count in counts]
@@ -236,7 +235,6 @@ class PublicDescent(Descent):
                 )
 
     def _observe(self) -> None:
-        """Update ``public_exp_avg_sq`` and ``public_exp_avg`` with new public gradients."""
         if self._public_gradients is None:
             return
         self._public = in_order(self, "public_gradients", self._public_gradients())
