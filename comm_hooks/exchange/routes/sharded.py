@@ -12,21 +12,20 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
-from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
+from comm_hooks.exchange.routes.route import Route, fill_nan_, format_of
 from comm_hooks.exchange.shards import Shards
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork_all
 
 
-class Sharded(CompressedRoute):
+class Sharded(Route):
     """Every rank owns a shard of each parameter: traffic hardly grows with the number of ranks.
 
     Rank j owns the j-th of N equal ranges of the elements of every parameter
     (:class:`~comm_hooks.exchange.shards.Shards`).
 
     Args:
-        layout, compressors, transport, seed: see
-            :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
+        layout, compressors, transport, seed: as for other routes.
         memory: keeps the residuals of the second compression, of the shard that this rank owns.
         downlink: the compressors of the means; by default ``compressors``.
         exact_uplink: whether vectors go to owners in float32, so that only means are compressed.
@@ -43,7 +42,9 @@ class Sharded(CompressedRoute):
         downlink: Sequence[Compressor] | None = None,
         exact_uplink: bool = False,
     ) -> None:
-        super().__init__(layout, compressors, transport, seed)
+        self._layout = layout
+        self._transport = transport
+        self._seed = seed
         self._memory = memory
         downlink = downlink or compressors
         self._shards = Shards(layout, transport.world_size)
