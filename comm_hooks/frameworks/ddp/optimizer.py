@@ -38,10 +38,7 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         ValueError: for an optimizer that does not exchange, or has other parameters than the model;
             for layers with a forward pass that writes to trained weights.
     """
-    own: Any = optimizer
-    # Accelerate, Fabric and Lightning wrap optimizers.
-    while isinstance(getattr(own, "optimizer", None), Optimizer):
-        own = own.optimizer
+    own = unwrapped(optimizer)
     if not isinstance(getattr(own, "exchange", None), Exchange):
         raise ValueError(
             "register() takes a compressor, or an optimizer that exchanges by itself, such as the "
@@ -74,6 +71,13 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     attach_shared_model(module, own)
     logger.info("registered %s, %s", type(own).__name__, own.exchange)
     return own
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of Accelerate, Fabric and Lightning."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _refuse_to_join(name: str, **kwargs: object) -> NoReturn:
