@@ -108,7 +108,8 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
         for cell in (measured() if cells is None else cells)
         if cell.ranks >= ranks
         and len(cell.kept) >= FEWEST_TASKS
-        and _covers(method, parse_method(cell.method))
+        and _without_budget(other := parse_method(cell.method)) == _without_budget(method)
+        and _budget(other) <= _budget(method)
     ]
     ranks = min((cell.ranks for cell in found), default=ranks)
     found = [cell for cell in found if cell.ranks == ranks]
@@ -116,12 +117,6 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
     for cell in sorted(found, key=lambda cell: _budget(parse_method(cell.method))):
         best[cell.tokens, cell.batch] = cell
     return Kept(list(best.values())) if best else None
-
-
-def _covers(method: Method, other: Method) -> bool:
-    """Return whether two methods are the same, except that ``method`` may have more bits."""
-    same = _without_budget(method) == _without_budget(other)
-    return same and _budget(method) >= _budget(other)
 
 
 def _without_budget(method: Method) -> tuple[object, ...]:

@@ -484,15 +484,11 @@ class PrivacyEngine:
                         "released nothing"
                     )
                 self._steps_left[event] -= 1
-            self._record(event)
+            self._opened().record(event)
             for releases in continued:
                 releases.enter(event, ledger.run)
 
         return enter
-
-    def _record(self, event: GaussianEvent) -> None:
-        """Write a release to the ledger; the first release opens the ledger."""
-        self._opened().record(event)
 
 
 def _dense_exchange() -> Exchange:

@@ -104,7 +104,8 @@ class Marina(ExchangingOptimizer):
             )
         states = self._states("estimate")
         is_first = int(states[0]["step"]) == 0
-        is_exact = is_first or self._coin()
+        key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
+        is_exact = is_first or bool(random_unit([key], 1)[0, 0] < self.p)
         old = None
         if not is_exact:
             with self._random_numbers_kept():
@@ -126,10 +127,7 @@ class Marina(ExchangingOptimizer):
     ) -> None:
         """Update the estimate g from the gradients at x', or return to x if any is not finite.
 
-        Args:
-            gradients: the gradients at x', which are overwritten.
-            old: the gradients at x; None for an exact step.
-            before: the parameters x; None if x' is x.
+        ``old`` are the gradients at ``before``, that is x; None for an exact step.
         """
         if old is not None:
             torch._foreach_sub_(gradients, old)
@@ -145,10 +143,6 @@ class Marina(ExchangingOptimizer):
         else:
             torch._foreach_add_(estimate, gradients)
         count_step(states)
-
-    def _coin(self) -> bool:
-        key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
-        return bool(random_unit([key], 1)[0, 0] < self.p)
 
     def _evaluate(self, closure: Callable[[], float]) -> tuple[float, Tensors]:
         self.zero_grad()

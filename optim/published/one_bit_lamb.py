@@ -167,7 +167,10 @@ class OneBitLamb(FreezingOptimizer):
             return False
         torch._foreach_div_(gradients, list(scales.unbind()))
         if is_first:
-            _freeze(states, scales)
+            _keep(states, "scaling_coeff", scales)
+            _keep(states, "last_factor", torch.ones_like(scales))
+            for state in states:
+                state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         for own, group in self._groups():
             parameters, members = held(group), states[own]
             fresh = self._recover(gradients[own], members, group)
@@ -216,14 +219,6 @@ def _scales(states: States) -> torch.Tensor:
     sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
     return torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
-
-
-def _freeze(states: States, scales: torch.Tensor) -> None:
-    """Add ``scaling_coeff``, ``last_factor`` = 1 and a copy of ``exp_avg_sq`` to the states."""
-    _keep(states, "scaling_coeff", scales)
-    _keep(states, "last_factor", torch.ones_like(scales))
-    for state in states:
-        state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
 
 def _add_decay_(updates: Tensors, parameters: Tensors, group: Group) -> None:

@@ -155,10 +155,13 @@ class RoundsState:
     def release_state_dict(self) -> dict[str, Any]:
         """Return the model, server state and round count: publishable if clients are private."""
         shared = (value.clone() for value in self.model.values)
+        # Copies: the state is that of this moment.
+        server = copy.deepcopy(self._server.state_dict())
+        for group, names in zip(server["param_groups"], self._server_names(), strict=True):
+            group["param_names"] = names
         return {
             "model": dict(zip(self.names, shared, strict=True)),
-            # A copy, like all the rest: the state is that of this moment.
-            "server": self._server_state(),
+            "server": server,
             "round_index": self.round_index,
         }
 
@@ -344,13 +347,6 @@ class RoundsState:
         groups = self._inner.param_groups
         names = dict(zip(map(id, parameters_of(groups)), names_of(groups), strict=True))
         return [[names[id(p)] for p in group["params"]] for group in self._server.param_groups]
-
-    def _server_state(self) -> dict[str, Any]:
-        """Return a copy of the server optimizer's state with the names of its parameters."""
-        state = copy.deepcopy(self._server.state_dict())
-        for group, names in zip(state["param_groups"], self._server_names(), strict=True):
-            group["param_names"] = names
-        return state
 
     @torch.no_grad()
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
