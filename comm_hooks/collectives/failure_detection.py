@@ -181,12 +181,7 @@ class FailureDetector:
         return self._told(signed, failures)
 
     def _told(self, signed: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]) -> str:
-        """Return in words why a collective failed.
-
-        Args:
-            signed: the report of each rank that gave up: the collective, and how long it waited.
-            failures: the error of each rank that raised one, by rank.
-        """
+        """Return in words why a collective failed, from the reports of ranks that gave up."""
         if failures:
             rank, failure = next(iter(failures.items()))
             return f"rank {rank} failed: {failure}"

@@ -713,11 +713,6 @@ class Exchange:
         return self.owner.names() if self.owner else None
 
     def _require_ranks_per_node(self) -> int:
-        """Return the number of ranks per node.
-
-        Raises:
-            ValueError: if it is unknown, or does not divide the number of ranks.
-        """
         count, ranks = self.ranks_per_node, self.transport.world_size
         if count is None:
             raise ValueError(

@@ -263,9 +263,6 @@ class _ClientGuard(NoiseHook):
 
     Noise is added to the complete sum: added to one message first, it would leave the last digits
     of the other messages visible in float32.
-
-    Attributes:
-        noise_std: the noise's standard deviation, to be set before a round's last message.
     """
 
     def __init__(self, place: Place, max_norm: float, stream: Stream) -> None:
@@ -273,7 +270,7 @@ class _ClientGuard(NoiseHook):
         self._max_norm = max_norm
         self._stream = stream
         self._sum: list[torch.Tensor] | None = None
-        self.noise_std: float | None = None
+        self.noise_std: float | None = None  # set before a round's last message
 
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
         norm = sample_norms([tensor.reshape(1, -1) for tensor in message])

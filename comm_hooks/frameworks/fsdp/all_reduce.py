@@ -147,12 +147,7 @@ def _reduce(
 
 
 def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int]) -> None:
-    """Compare the configurations of all ranks, over all nodes and shards.
-
-    Raises:
-        ConfigMismatchError: on all ranks, if any two differ.
-        ValueError: on all ranks, if replicas hold different shards.
-    """
+    """Compare configurations and shards over all ranks; raise on all of them if any differ."""
     here = [dist.get_rank(), shards.rank, replica_ranks, exchange.config()]
     node: list[Any] = shards.perform(AllGatherObject(here))
     nodes: list[list[Any]] = exchange.transport.perform(AllGatherObject(node))
