@@ -58,8 +58,7 @@ class Marina(ExchangingOptimizer):
     the parameters and one of the gradients.
 
     Raises:
-        ValueError: in a step without a closure, or with one that returns None; parameters and
-            estimate stay as they were.
+        ValueError: in a step without a closure, or with one that returns None; nothing is changed.
 
     Not supported: ``GradScaler`` (which refuses closures).
 
