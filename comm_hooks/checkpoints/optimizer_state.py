@@ -28,7 +28,6 @@ class OptimizerState:
 
         >>> import tempfile
         >>> from comm_hooks import Exchange, Sign, skip_hook
-        >>> from comm_hooks.checkpoints.optimizer_state import OptimizerState
         >>> from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
         >>> from comm_hooks.optim import LocalVarianceAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
