@@ -275,15 +275,11 @@ class ExchangeSettings:
 
     def _check_residuals(self, compressor: Compressor) -> None:
         if self.memory and not compressor.bounds_residuals:
+            is_random_k = type(compressor).__name__ == "RandomK"
             raise ValueError(
                 f"{compressor} cannot be used with error feedback: it is not contractive, so the "
                 f"residual would grow without bound. Use memory=None; its noise averages out over "
-                "steps"
-                + (
-                    " (or RandomK(unbiased=False))"
-                    if type(compressor).__name__ == "RandomK"
-                    else ""
-                )
+                f"steps{' (or RandomK(unbiased=False))' if is_random_k else ''}"
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -72,12 +72,8 @@ class FetchSGD(ExchangingOptimizer):
         >>> from comm_hooks import skip_hook
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> optimizer = FetchSGD(
-        ...     ddp_model.named_parameters(),
-        ...     Exchange(CountSketch(ratio=0.01)),
-        ...     lr=0.1,
-        ...     density=0.002,
-        ...     rows=5,
-        ...     masking=True,
+        ...     ddp_model.named_parameters(), Exchange(CountSketch(ratio=0.01)), lr=0.1,
+        ...     density=0.002, rows=5, masking=True,
         ... )
     """
 

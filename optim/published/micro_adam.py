@@ -81,9 +81,7 @@ class MicroAdam(ExchangingOptimizer):
         >>> from comm_hooks import skip_hook
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> exchange = Exchange(
-        ...     TopK(density=0.01, value_bits=4),
-        ...     ErrorFeedback(bits=4, stochastic=True),
-        ...     collective="sharded",
+        ...     TopK(density=0.01, value_bits=4), ErrorFeedback(bits=4, stochastic=True), "sharded"
         ... )
         >>> optimizer = MicroAdam(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
