@@ -103,8 +103,7 @@ def build(kind: str, spec: Any, *, compressor: Compressor | None = None, **optio
     """Return the compressor or error-feedback memory of a specification.
 
     Args:
-        kind: ``"compressor"``; ``"downlink"``, the compressor of the means that owners of shards
-            send; or ``"memory"``.
+        kind: ``"compressor"``; ``"downlink"``, that of the means of shards; or ``"memory"``.
         spec: see :func:`parse_spec`, with a key of :data:`COMPRESSORS` or :data:`MEMORIES` for a
             name; or the object or None, which is returned unchanged.  A memory may be ``"none"``,
             or ``"auto"``: error feedback if the compressor is biased and tolerates it.

@@ -4,8 +4,7 @@
 class ConfigMismatchError(RuntimeError):
     """Ranks of one process group are configured differently.
 
-    Raised on every rank, before any gradient is exchanged.  The message names the setting and the
-    ranks.
+    Raised on every rank, before any gradient is exchanged.  The message names setting and ranks.
     """
 
 

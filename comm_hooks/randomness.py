@@ -131,8 +131,7 @@ def random_below(
 ) -> npt.NDArray[np.int64]:
     """Return uniform integers in [0, bound), as an array (len(keys), count).
 
-    ``bound`` may be an array of ``count`` bounds.  The bias of scaling 53 bits is below
-    ``bound / 2**53``.
+    ``bound`` may be an array of ``count`` bounds.  The bias is below ``bound / 2**53``.
     """
     return (random_unit(keys, count) * bound).astype(np.int64)
 

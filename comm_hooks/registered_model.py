@@ -26,8 +26,7 @@ class RegisteredModel:
 
     Args:
         module: the module.
-        is_fixed: whether parameters must keep their dtype and device, since DDP has made its
-            buckets of them.
+        is_fixed: whether parameters must keep dtype and device, since DDP has made buckets of them.
     """
 
     def __init__(self, module: nn.Module, *, is_fixed: bool) -> None:

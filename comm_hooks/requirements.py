@@ -27,7 +27,7 @@ def first_of(names: Sequence[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
-def _refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
+def refuse(owner: object, name: str, requirement: str, value: object, why: str = "") -> NoReturn:
     """Raise ``ValueError`` for an argument of ``owner``: a function's name, or a class instance."""
     who = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{who}: {name} {requirement}, got {in_one_line(value)}{why}")
@@ -38,7 +38,7 @@ def require_within(owner: object, name: str, value: float, interval: str) -> Non
     low, high = map(float, interval[1:-1].split(","))
     at_ends = (low,) * (interval[0] == "[") + (high,) * (interval[-1] == "]")
     if not is_number(value) or not (low < value < high or value in at_ends):
-        _refuse(owner, name, f"must lie in {interval}", value)
+        refuse(owner, name, f"must lie in {interval}", value)
 
 
 def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
@@ -46,13 +46,13 @@ def require_kind(owner: object, name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in kinds]
         listed = " or ".join(f"an {n}" if n[0] in "AEIOU" else f"a {n}" for n in names)
-        _refuse(owner, name, f"must be {listed}", value)
+        refuse(owner, name, f"must be {listed}", value)
 
 
 def require_callable(owner: object, name: str, value: object, why: str = "") -> None:
     """Raise ``ValueError`` unless ``value`` can be called."""
     if not callable(value):
-        _refuse(owner, name, "must be callable", value, why)
+        refuse(owner, name, "must be callable", value, why)
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[object]) -> None:
@@ -62,7 +62,7 @@ def require_choice(owner: object, name: str, value: object, choices: Sequence[ob
     """
     fits = any(isinstance(value, type(choice)) and value == choice for choice in choices)
     if isinstance(value, bool) or not fits:
-        _refuse(owner, name, f"must be one of {', '.join(map(str, choices))}", value)
+        refuse(owner, name, f"must be one of {', '.join(map(str, choices))}", value)
 
 
 def require_positive(owner: object, name: str, value: int) -> None:
@@ -70,19 +70,19 @@ def require_positive(owner: object, name: str, value: int) -> None:
     require_integer(owner, name, value, "an integer of at least 1")
     if not 1 <= value < 1 << 63:
         below = " and below 2^63" if value > 1 else ""
-        _refuse(owner, name, f"must be an integer of at least 1{below}", value)
+        refuse(owner, name, f"must be an integer of at least 1{below}", value)
 
 
 def require_integer(owner: object, name: str, value: int, what: str = "an integer") -> None:
     """Raise ``ValueError`` unless ``value`` is an integer; the message describes it as ``what``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        _refuse(owner, name, f"must be {what}", value)
+        refuse(owner, name, f"must be {what}", value)
 
 
 def require_flag(owner: object, name: str, value: bool) -> None:
     """Raise ``ValueError`` unless ``value`` is a boolean."""
     if not isinstance(value, bool):
-        _refuse(owner, name, "must be true or false", value)
+        refuse(owner, name, "must be true or false", value)
 
 
 def require_dense_floats(tensor: torch.Tensor) -> None:

@@ -23,10 +23,8 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
        ``module.train()`` restores this rank's values, except for parameters that were written to
        in between; ``rounds`` refuses a step in evaluation mode.  The same holds for submodules
        that hold all of the parameters, such as a model inside a module that returns its loss;
-    2. ``module.state_dict()``, and that of any submodule, returns copies of the shared values in
-       either mode;
-    3. after ``module.load_state_dict()``, or that of any submodule, local steps continue from the
-       loaded values;
+    2. ``state_dict()``, also of any submodule, returns copies of the shared values in either mode;
+    3. after ``load_state_dict()``, also of any submodule, local steps go on from loaded values;
     4. a copy or pickle of the module, or of a submodule, is a plain one with the shared values.
 
     If other code has written to parameters since the last step, the written values count as
@@ -43,7 +41,6 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK
-        >>> from comm_hooks.shared_model import attach_shared_model
         >>> from comm_hooks.optim import LocalRounds
         >>> inner = torch.optim.SGD(model.named_parameters(), lr=1.0)
         >>> rounds = LocalRounds(inner, Exchange(TopK(), ErrorFeedback()), local_steps=8)
@@ -83,7 +80,6 @@ def show_model(module: nn.Module, *, shared: bool) -> None:
     Example::
 
         >>> from comm_hooks import register
-        >>> from comm_hooks.shared_model import show_model
         >>> from comm_hooks.optim import low_communication
         >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
         >>> _ = register(model, rounds)
@@ -231,7 +227,7 @@ class _View:
                 "code other than the optimizer and load_state_dict(). The new values count as "
                 "progress of this rank; until the next step, eval() and state_dict() use them "
                 "instead of the shared values. If all ranks have written the same values, call "
-                "restart() of this optimizer",
+                "restart() of this optimizer"
             )
 
 

@@ -38,7 +38,6 @@ class StatsLogger:
     Example::
 
         >>> from comm_hooks import register
-        >>> from comm_hooks.tracking import StatsLogger
         >>> state = register(ddp_model, "topk")
         >>> watch = StatsLogger(state, lambda values, step: print(step, sorted(values)[:2]))
         >>> watch.log(step=50, loss=2.5)
@@ -48,12 +47,7 @@ class StatsLogger:
     """
 
     def __init__(
-        self,
-        state: HasStats,
-        writer: Any = None,
-        *,
-        every: int = 50,
-        prefix: str = "comm_hooks/",
+        self, state: HasStats, writer: Any = None, *, every: int = 50, prefix: str = "comm_hooks/"
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"StatsLogger: every must be an integer from 1, got {every!r}")

@@ -172,8 +172,7 @@ def check_world_size(
     task of srun may be torchrun, which starts several.
 
     Args:
-        world_size: the number of ranks; by default that of ``torch.distributed``, 1 without a
-            process group.
+        world_size: the number of ranks; by default ``torch.distributed``'s, 1 without a group.
         environment: the environment variables; ``os.environ`` if None.
 
     Raises:
@@ -201,10 +200,9 @@ or use the mpirun that mpi4py was built for
         return
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     raise RuntimeError(
-        f"{name} is {environment[name]}, but the process group has only "
-        f"{ranks}: each process would train alone. Let "
-        "torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks launch ...), or use the "
-        "mpirun that mpi4py was built for"
+        f"{name} is {environment[name]}, but the process group has only {ranks}: each process "
+        "would train alone. Let torchrun start the ranks (srun --ntasks-per-node=1 comm-hooks "
+        "launch ...), or use the mpirun that mpi4py was built for"
     )
 
 

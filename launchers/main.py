@@ -51,10 +51,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 

@@ -138,8 +138,7 @@ def find_route(host: str, interface: str | None = None) -> Route:
     """Return the route from this machine to a host.
 
     1. resolve the name, IPv4 before IPv6;
-    2. let the kernel choose the source address (no packet is sent), or take the first address of
-       ``interface``;
+    2. let the kernel choose the source address (no packet is sent), or take ``interface``'s first;
     3. look up the interface of that address.
 
     Args:

@@ -14,11 +14,11 @@ BAD_INPUT = 2
 _LOG_WIDTH = 140
 
 
-def make_console(*, quiet: bool = False) -> Console:
-    """Return a console for standard output; with ``quiet`` it prints nothing."""
-    console = Console(quiet=quiet)
+def make_console() -> Console:
+    """Return a console for standard output."""
+    console = Console()
     # Where nobody looks at a terminal, its width is no limit, and logs should not be wrapped.
-    return console if console.is_terminal else Console(width=_LOG_WIDTH, quiet=quiet)
+    return console if console.is_terminal else Console(width=_LOG_WIDTH)
 
 
 def say(line: str, console: Console | None = None) -> None:

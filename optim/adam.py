@@ -36,8 +36,7 @@ class Adam(BatchedOptimizer):
     Hutter, ICLR 2019.
 
     Args:
-        params: parameters, named parameters or parameter groups; a group may have its own value of
-            any other argument.
+        params: parameters, named or not, or groups; a group may have its own value of any argument.
         lr: learning rate (SAFL's kappa).  Schedulers may change it; it does not make
             ``torch.compile`` compile ``step`` again.
         betas: decay of the first and the second moment, each in [0, 1).

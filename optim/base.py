@@ -41,8 +41,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if gradients are sparse; in the first step of an optimizer that exchanges,
                 if DDP or FSDP has averaged the gradients.
-            ConfigMismatchError: in the first exchange, if ranks are configured differently or start
-                from different models.
+            ConfigMismatchError: in the first exchange, if settings or models differ between ranks.
             PayloadError: in a later exchange, if models or settings of the ranks differ.
         """
         # Random draws and collectives cannot be part of a graph.

@@ -263,7 +263,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
             descend_(held(group), updates, group)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a dict from the names of the non-empty parameters to ``tensors``."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def _states(self, *keys: str) -> list[dict[str, torch.Tensor]]:

@@ -87,5 +87,5 @@ class FrozenParameters:
             warn_program(
                 f"{self._name}: {len(frozen)} parameters were frozen after it was made, the first "
                 f"of them {frozen[0]}: their momenta and residuals still move them. Make a "
-                "new optimizer to stop that",
+                "new optimizer to stop that"
             )

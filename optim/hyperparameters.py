@@ -7,6 +7,7 @@ import torch
 
 from comm_hooks.requirements import (
     in_one_line,
+    refuse,
     require_flag,
     require_positive,
     require_within,
@@ -28,11 +29,7 @@ def check_hyperparameters(owner: object, *, beta_count: int = 2, **values: Any) 
     for key, value in values.items():
         if key == "betas":
             if not isinstance(value, tuple | list) or len(value) != beta_count:
-                name = owner if isinstance(owner, str) else type(owner).__name__
-                raise ValueError(
-                    f"{name}: betas must be a tuple of {beta_count} numbers, got "
-                    f"{in_one_line(value)}"
-                )
+                refuse(owner, key, f"must be a tuple of {beta_count} numbers", value)
             for beta in value:
                 require_within(owner, key, beta, "[0, 1)")
         elif key in _FLAGS:

@@ -36,8 +36,7 @@ class LaProp(BatchedOptimizer):
     Algorithm 1, with decoupled weight decay.
 
     Args:
-        params: parameters, named parameters or parameter groups; a group may have its own value of
-            any other argument.
+        params: parameters, named or not, or groups; a group may have its own value of any argument.
         lr: learning rate; schedulers may change it.
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the denominator.

@@ -28,8 +28,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
     comes *before* the exchange, where gradients are dense.  Per step, on rank i:
 
     1. with the gradient g_i, v_i = beta2 v_i + (1 - beta2) g_i^2,  v-hat_i = v_i / (1 - beta2^t);
-    2. u_i = g_i / (sqrt(v-hat_i) + eps),  n_i = beta1 n + (1 - beta1) u_i, n being the same on all
-       ranks;
+    2. u_i = g_i / (sqrt(v-hat_i) + eps),  n_i = beta1 n + (1 - beta1) u_i, n the same on all ranks;
     3. n = the exchange's mean of n_i, error feedback included;  n-hat = n / (1 - beta1^t);
     4. q = beta2 q + (1 - beta2) mean(n-hat^2), over all elements of all parameters,
        q-hat = q / (1 - beta2^t), and with c = (1 - beta1) / (1 + beta1)

@@ -129,8 +129,7 @@ def low_communication(
         named_parameters: ``model.named_parameters()``, or parameters and groups of them as torch's
             optimizers take them; a group's own ``lr``, ``betas``, ``eps`` and
             ``weight_decay`` take precedence; :func:`comm_hooks.replace` takes over an AdamW.
-        lr: the largest learning rate, for groups without one; give schedulers the returned
-            optimizer.
+        lr: the largest learning rate, of groups without one; schedulers get the returned optimizer.
         betas: the betas of the AdamW that is replaced, also those in a group.
         eps: as in AdamW.
         weight_decay: decoupled weight decay, as in AdamW.
@@ -146,8 +145,7 @@ def low_communication(
         transport: how ranks reach each other, in place of a process group.
 
     Returns:
-        The optimizer.  Evaluate and save within ``server_parameters()``, and end with
-        ``synchronize()``.
+        The optimizer: evaluate and save within ``server_parameters()``, end with ``synchronize()``.
 
     Raises:
         ValueError: for values out of range; for groups of an optimizer with other settings

@@ -36,8 +36,7 @@ class Muon(BatchedOptimizer):
     on CPUs as well, and is not in PyTorch 2.6 to 2.8.
 
     Args:
-        params: matrices, named or not, or groups of them; a group may have its own value of any
-            other argument.
+        params: matrices, named or not, or groups; a group may have its own value of any argument.
         lr: learning rate, on AdamW's scale.
         momentum: decay rate of m, in [0, 1).
         weight_decay: decoupled weight decay, as in AdamW.
@@ -47,12 +46,10 @@ class Muon(BatchedOptimizer):
     Raises:
         ValueError: for hyperparameters out of range, and for parameters that are no matrices.
 
-    Not supported: sparse and complex gradients, a learning rate that is a tensor, sharded
-    matrices.
+    Not supported: sparse and complex gradients, a learning rate that is a tensor, sharded matrices.
 
     Example::
 
-        >>> from comm_hooks.optim.muon import Muon
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> optimizer = Muon(layer.parameters(), lr=1e-3)
         >>> layer(torch.ones(1, 8)).square().sum().backward()

@@ -48,8 +48,7 @@ class MuonAdamW(ExactStateOptimizer):
         betas, eps: AdamW's settings.
         momentum: the decay rate of Muon's momentum, of Nesterov's kind.
         weight_decay: the decoupled weight decay of both optimizers.
-        hidden: a function of a parameter's name and tensor that returns whether Muon takes it; it
-            must then be a matrix.
+        hidden: a function of name and tensor: whether Muon takes a parameter, a matrix.
         rest: the class of the other optimizer, which must take the arguments of AdamW.
 
     State: Muon's ``momentum_buffer`` in float32, and the state of the other optimizer.  Muon has

@@ -82,8 +82,7 @@ class Option:
     Args:
         name: the name of the keyword argument.
         default: its default value; ``inspect.Parameter.empty`` if it must be given.
-        kinds: the types that a value may have: bool, int, float, str, NoneType, or tuple for
-            ``betas``.
+        kinds: the types of a value: bool, int, float, str, NoneType, or tuple for ``betas``.
     """
 
     name: str

@@ -10,6 +10,7 @@ from torch.optim import Adam, Optimizer
 from comm_hooks.checkpoints.protocol import CARRIED, whole_state
 from comm_hooks.frameworks.ddp.hook import register
 from comm_hooks.frameworks.ddp.model import find_ddp
+from comm_hooks.frameworks.ddp.optimizer import unwrapped
 from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.rounds.local_rounds import LocalRounds
 from comm_hooks.shards import is_sharded, whole
@@ -36,8 +37,7 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
 
     Args:
         model: the DDP model, or what a framework returns for it; see :func:`comm_hooks.register`.
-        optimizer: an ``AdamW``, or an ``Adam`` without weight decay; also in the wrapper of
-            Accelerate or Fabric.
+        optimizer: ``AdamW``, or ``Adam`` without weight decay; Accelerate or Fabric may wrap it.
         scheduler: a learning-rate scheduler of the AdamW, or several, from then on bound to the
             returned optimizer.  Others keep on working.
         settings: ``total_steps``, ``bits_per_parameter``, ``inner``, ``process_group`` and
@@ -68,7 +68,7 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
         >>> optimizer.param_groups[0]["lr"]
         0.005
     """
-    old = _unwrapped(optimizer)
+    old = unwrapped(optimizer)
     _require_adamw(old)
     if given := sorted(settings.keys() & set(_TAKEN)):
         raise ValueError(
@@ -109,16 +109,9 @@ def take_over(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
 
     For frameworks: ``settings`` are those of :func:`replace`, or none.
     """
-    if isinstance(_unwrapped(optimizer), Adam):
-        return _unwrapped(replace(model, optimizer, **settings))
+    if isinstance(unwrapped(optimizer), Adam):
+        return unwrapped(replace(model, optimizer, **settings))
     return register(model, optimizer, **settings)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrappers of frameworks."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _require_adamw(optimizer: Any) -> None:

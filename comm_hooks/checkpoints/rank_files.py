@@ -16,17 +16,13 @@ Read = Callable[[str], dict[str, Any]]
 
 
 def save_rank_file(
-    state: RankState,
-    folder: str | os.PathLike[str],
-    *,
-    write: Write | None = None,
+    state: RankState, folder: str | os.PathLike[str], *, write: Write | None = None
 ) -> None:
     """Write this rank's state to ``folder/rank<r>.pt``.  Every rank must call it.
 
     ``r`` is the rank among all ranks of the run, also where only some of them exchange with each
     other (the replicas of a shard, with FSDP2): all ranks may share a folder.  A file appears under
-    its name only when it is complete.  Files that a run with more ranks left in the folder are not
-    read.
+    its name only when it is complete.  Files that a run with more ranks left there are not read.
 
     Args:
         state: a :class:`~comm_hooks.CompressionState`, the exchange of an optimizer, or
@@ -44,7 +40,6 @@ def save_rank_file(
 
         >>> import tempfile
         >>> from comm_hooks import register
-        >>> from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
         >>> state = register(ddp_model, "topk")
         >>> with tempfile.TemporaryDirectory() as checkpoint:
         ...     save_rank_file(state, checkpoint)
@@ -77,8 +72,7 @@ def load_rank_files(
         state: an object of the class that was saved, with any number of ranks.
         folder: the folder of the files.
         step: if given, the number of exchanges after which the files must have been saved.
-        read: replaces :func:`torch.load`; returns the dict at a path, or raises
-            ``FileNotFoundError``.
+        read: replaces :func:`torch.load`: returns a path's dict or raises ``FileNotFoundError``.
 
     Returns:
         Whether there were files.  If not, a warning says so and nothing is changed.

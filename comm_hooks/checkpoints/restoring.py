@@ -140,12 +140,7 @@ def _saved(
 ) -> tuple[list[int], int] | None:
     """Return the ranks and the step of a saved checkpoint; None if no rank has an entry.
 
-    Args:
-        found: for each rank the :func:`_finding` about the entry that it read.
-        ranks: the ranks that exchange now.
-
-    Raises:
-        ValueError: if the entries are of different checkpoints, or not of ``step``.
+    ``found`` holds, for each of ``ranks``, the :func:`_finding` about the entry that it read.
     """
     if all(finding == _MISSING for finding in found):
         return None
@@ -165,12 +160,7 @@ def _saved(
 
 
 def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]) -> None:
-    """Raise ``ValueError`` if ranks that exchanged in different groups exchange together now.
-
-    Args:
-        group: the ranks that exchanged with the first rank when it saved.
-        others: for each other rank, the ranks that exchanged with it when it saved.
-    """
+    """Raise ``ValueError`` if ranks that exchanged in different groups exchange together now."""
     for other in others:
         if set(other).isdisjoint(group):
             raise ValueError(
@@ -189,12 +179,7 @@ def _finding(entry: dict[str, Any] | str) -> Any:
 
 
 def _require_all(findings: list[Any], expected: list[Any], storage: Storage) -> None:
-    """Raise ``ValueError`` unless the entries of all ranks are present and of one checkpoint.
-
-    Args:
-        findings: the :func:`_finding` about the entry of each rank that saved.
-        expected: the finding about the first rank's entry.
-    """
+    """Raise ``ValueError`` unless the entries of all ranks are present and of one checkpoint."""
     ranks = expected[0]
     for rank, finding in zip(ranks, findings, strict=True):
         if finding != expected:

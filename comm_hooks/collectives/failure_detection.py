@@ -104,12 +104,7 @@ class FailureDetector:
     """
 
     def __init__(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        own: int,
-        timeout: timedelta,
-        progress: Progress,
+        self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta, progress: Progress
     ) -> None:
         self._store = PrefixStore("failures", store)
         self._ranks = ranks
@@ -137,7 +132,6 @@ class FailureDetector:
         self._store.set(f"{epoch} {kind} {self._own}", json.dumps(said))
 
     def _said(self, epoch: int, kind: str, rank: int) -> Any:
-        """Return a rank's report of a kind; None if it has none."""
         name = f"{epoch} {kind} {rank}"
         return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
@@ -187,12 +181,7 @@ class FailureDetector:
         return self._told(signed, failures)
 
     def _told(self, signed: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]) -> str:
-        """Return in words why a collective failed.
-
-        Args:
-            signed: the report of each rank that gave up: the collective, and how long it waited.
-            failures: the error of each rank that raised one, by rank.
-        """
+        """Return in words why a collective failed, from the reports of ranks that gave up."""
         if failures:
             rank, failure = next(iter(failures.items()))
             return f"rank {rank} failed: {failure}"

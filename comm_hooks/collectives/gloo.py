@@ -60,22 +60,19 @@ class GlooRanks(Transport):
     @property
     def _rings(self) -> Rings:
         if self._made is None and not self.is_closed:
-            self._made = self._connected()
+            # Not every build of torch has it.
+            from torch.distributed import ProcessGroupGloo
+
+            # Connects to all others, so not before it is needed.
+            context = within(
+                self._timeout.total_seconds(),
+                lambda: ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout),
+            )
+            self._made = Rings(context, self.rank, self.world_size)
         if (made := self._made) is None or self.is_closed:  # perhaps by another thread, just now
             self.close()
             raise RuntimeError(CLOSED)
         return made
-
-    def _connected(self) -> Rings:
-        # Not every build of torch has it.
-        from torch.distributed import ProcessGroupGloo
-
-        # Connects to all others, so not before it is needed.
-        context = within(
-            self._timeout.total_seconds(),
-            lambda: ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout),
-        )
-        return Rings(context, self.rank, self.world_size)
 
     def connect(self, request: Request) -> None:
         """Make the connections for a round that begins with this request, if there are none yet.

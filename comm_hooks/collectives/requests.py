@@ -27,8 +27,7 @@ class Group:
     """A subset of the ranks, where every ``ranks_per_node`` consecutive ranks share a node.
 
     Args:
-        kind: ``"node"``: the ranks of one node; ``"across"``: the ranks at the same place in each
-            node.
+        kind: ``"node"``: the ranks of one node; ``"across"``: those at one place in each node.
         ranks_per_node: a divisor of the number of ranks.
     """
 

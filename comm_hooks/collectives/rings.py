@@ -46,8 +46,7 @@ class Rings:
     def close(self) -> None:
         """Close the connections, once no thread waits for a message any more.
 
-        Whoever still has a reference to this object, such as the traceback of an error, does not
-        keep them open.
+        References to this object, such as that of an error's traceback, do not keep them open.
         """
         self._open_context = None
 

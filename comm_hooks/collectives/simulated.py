@@ -1,7 +1,6 @@
 """N ranks in one process: the same rounds without a network.
 
-For tests, for studies with very many ranks, and for federated runs in which one process simulates
-many clients.
+For tests, studies with very many ranks, and federated runs in which one process plays many clients.
 """
 
 from collections.abc import Callable, Iterator, Sequence

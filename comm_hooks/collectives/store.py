@@ -33,8 +33,7 @@ class StoreGather:
         store: the key-value store of these ranks.
         group: the process group of these ranks.
         timeout_seconds: the longest time to wait for other ranks.
-        is_over: returns whether it is useless to wait longer, given the group ranks of the absent
-            ranks and the epoch.
+        is_over: returns whether waiting longer is useless, given absent group ranks and the epoch.
     """
 
     def __init__(

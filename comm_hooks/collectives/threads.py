@@ -1,8 +1,7 @@
 """Ranks as threads of one process, for code that runs rounds itself.
 
 :class:`~comm_hooks.collectives.Simulated` drives single rounds; an optimizer or a training loop
-runs rounds inside.  Here such code runs unchanged, once per rank, and its requests go to a
-simulated world.
+runs rounds inside.  Here such code runs unchanged, once per rank, in a simulated world.
 """
 
 import threading
@@ -24,8 +23,7 @@ def run_ranks(function: Callable[[Transport], Result], world_size: int) -> list[
     numbers, the warning filters) is used in the same order in every run, and no code needs to be
     thread-safe.  It takes as long as one rank after the other: this is for studies and tests.
 
-    Every rank has a thread of its own, with torch's defaults for the state of a thread (gradients
-    enabled, no autocast).
+    Every rank has a thread of its own, with torch's defaults (gradients enabled, no autocast).
 
     Args:
         function: receives its rank's transport, for ``Exchange(..., transport=transport)``.

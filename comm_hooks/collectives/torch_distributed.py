@@ -161,7 +161,9 @@ class TorchDistributed(Transport):
             return self._store_gather.gather(request, self.epoch)
 
     def _perform(self, request: Request) -> Any:
-        if self._goes_by_gloo(request):
+        payload = request.payload
+        on_cpu = isinstance(payload, torch.Tensor) and payload.device.type == "cpu"
+        if self._is_gloo and on_cpu:
             return self._gloo.perform(request)
         group = self._part(request.group)
         with self._explaining(request):
@@ -223,10 +225,6 @@ class TorchDistributed(Transport):
         """The epoch of the present step, which a failure in another thread may have ended."""
         return self._progress.epoch if self._epoch_of_step is None else self._epoch_of_step
 
-    def _goes_by_gloo(self, request: Request) -> bool:
-        payload = request.payload
-        return self._is_gloo and isinstance(payload, torch.Tensor) and payload.device.type == "cpu"
-
     def _run_on_stream(
         self, round_: Round[Result], device: torch.device
     ) -> torch.futures.Future[Result]:
@@ -248,10 +246,7 @@ class TorchDistributed(Transport):
             return completed(result)
 
     def _part(self, part: Group | None) -> dist.ProcessGroup:
-        """Return the process group of a subgroup of the ranks.
-
-        The first call makes it, collectively among its members.
-        """
+        """Return the process group of a subgroup; the first call makes it, collectively."""
         if part is None:
             return self._group
         if part not in self._parts:

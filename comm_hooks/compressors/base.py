@@ -32,8 +32,7 @@ class Compressor(ABC):
       compressors that draw), so that residuals of error feedback stay bounded.
     * ``per_rank``: the payload depends on the rank even for equal vectors (:class:`PermK`), so it
       cannot be re-cut into shards or summed.
-    * ``granularity``: the default unit of compression: each ``"parameter"``, or a whole
-      ``"bucket"``.
+    * ``granularity``: the default unit of compression, a ``"parameter"`` or a whole ``"bucket"``.
     """
 
     linear: ClassVar[bool] = False

@@ -35,13 +35,11 @@ class DCTTopK(Compressor):
     of its two axes (the same thing where a matrix has ``chunk`` columns), because a compressor sees
     vectors, and shards of vectors; the mean of a coefficient is over all ranks, but under
     :class:`~comm_hooks.optim.DeMo` over those that sent it, as theirs; an index takes 2 +
-    log2(1/density) bits rather than 64.  The momentum, its decay and the sign of the update belong
-    to the optimizer.
+    log2(1/density) bits rather than 64.  Momentum, decay and the update's sign are the optimizer's.
 
     Args:
         chunk: the side of a chunk, 1 to 256.
-        density: the fraction of coefficients that is kept, in (0, 1]; DeMo's 32 of 64 x 64 are
-            1/128.
+        density: the kept fraction of coefficients, in (0, 1]; DeMo's 32 of 64 x 64 are 1/128.
         value_bits: 1, 2, 3, 4, 16 or 32, as in :class:`~comm_hooks.TopK`.
 
     Shapes: vector (d,) -> payload uint8.

@@ -10,11 +10,7 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.kernels.bits import packed_nbytes
 from comm_hooks.kernels.min_max import decode_min_max, encode_min_max
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.kernels.signs import (
-    decode_signs,
-    encode_signs,
-    mean_magnitudes,
-)
+from comm_hooks.kernels.signs import decode_signs, encode_signs, mean_magnitudes
 from comm_hooks.randomness import Draw, fork
 from comm_hooks.requirements import require_choice, require_flag, require_positive
 from comm_hooks.wire.sections import join, word_aligned
@@ -34,8 +30,7 @@ class Sign(Compressor):
     Args:
         block_size: the number of elements that share a scale (float32); the last block may be
             smaller.  None: the whole vector, even if its shards go to several owners: each owner
-            gets the scale of the whole vector, and sends the mean of its shard with the scale of
-            this mean.
+            gets the scale of the whole vector, and sends its shard's mean with that mean's scale.
         scale: ``"mean"``, or ``"rms"`` for the root mean square, which keeps the vector's norm.  It
             is contractive only if ``|x|_1`` is at least ``sqrt(c) |x|_2 / 2``, so not for sparse
             blocks; residuals stay bounded anyway.

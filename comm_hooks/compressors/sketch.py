@@ -165,8 +165,7 @@ class GaussianSketch(_Sketch):
 
     Args:
         ratio: b/d, in (0, 1].
-        block_size: the number of elements per block; in larger blocks the error varies less, at
-            more cost.
+        block_size: the elements per block; in larger ones the error varies less, at more cost.
 
     Shapes: vector (d,) float32 -> payload (b,) float32.
     Not supported: error feedback (not contractive); ranks of different device types (the matrix

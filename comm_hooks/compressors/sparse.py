@@ -14,12 +14,7 @@ from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
 from comm_hooks.randomness import Draw, Keys, as_array, fork, random_below, stratified_indices
-from comm_hooks.requirements import (
-    require_choice,
-    require_flag,
-    require_positive,
-    require_within,
-)
+from comm_hooks.requirements import require_choice, require_flag, require_positive, require_within
 from comm_hooks.transfers import to_device
 from comm_hooks.wire.index_codes import INDEX_CODES, IndexCode, places_code
 from comm_hooks.wire.places import PlacesCode

@@ -52,9 +52,7 @@ class Buckets:
         return len(set(self._found.values()))
 
     def of(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        extras: Mapping[str, torch.Tensor] | None = None,
+        self, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, torch.Tensor] | None = None
     ) -> Bucket:
         """Return the bucket of named tensors to average; make it at the first call.
 
@@ -82,8 +80,7 @@ class Buckets:
         """Return the bucket of these parameters' gradients.
 
         Args:
-            parameters: their shapes decide which are exempt from compression; they must outlive
-                the exchange.
+            parameters: their shapes decide which are exempt; they must outlive the exchange.
             tensors: the gradients, in the shapes of the first call with these parameters.
             name_of: returns a parameter's name.
         """

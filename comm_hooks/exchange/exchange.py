@@ -281,8 +281,7 @@ class Exchange:
         """Return a round that replaces each tensor, in place, by its mean over ranks.
 
         For drivers of several ranks (:class:`~comm_hooks.collectives.Simulated`); with a
-        process group use :meth:`average_`, which takes the same arguments except ``scale``
-        (the loss scale).
+        process group use :meth:`average_`, which takes the same arguments except ``scale``.
         """
         with self.failing_together():
             every = [*tensors.values(), *(extras or {}).values()]
@@ -339,10 +338,8 @@ class Exchange:
                 compressed: flags, counts and the like.
             compress: False averages exactly, for warm-up steps; a compressor replaces that of the
                 exchange in this round.
-            memory: an error-feedback memory that replaces that of the exchange, such as that of
-                another client.
-            dtype: the dtype of the values, if the tensors are copies in a wider one: 16 bits are
-                sent exactly.
+            memory: an error-feedback memory in place of that of the exchange, such as a client's.
+            dtype: the values' dtype, if the tensors are wider copies: 16 bits are sent exactly.
 
         Raises:
             ValueError: for tensors that are not dense and floating-point, and for a compressor
@@ -584,9 +581,7 @@ class Exchange:
         return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
 
     def bytes_per_round(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        extras: Mapping[str, Sequence[int]] | None = None,
+        self, shapes: Mapping[str, Sequence[int]], extras: Mapping[str, Sequence[int]] | None = None
     ) -> int:
         """Return the bytes that this rank will send in a round over tensors of these shapes.
 
@@ -671,9 +666,8 @@ class Exchange:
 
         Raises:
             ValueError: if the state is damaged, or was saved by another rank, on another number of
-                ranks, with another kind of memory, with other parameters, with shards that this
-                exchange may not have, or, in private training, by a run without noise; nothing is
-                changed.
+                ranks, with another kind of memory, other parameters or shards that this exchange
+                may not have, or, in private training, by a run without noise; nothing is changed.
         """
         self.state.load_state_dict(state, self._position(), self._names())
 
@@ -719,11 +713,6 @@ class Exchange:
         return self.owner.names() if self.owner else None
 
     def _require_ranks_per_node(self) -> int:
-        """Return the number of ranks per node.
-
-        Raises:
-            ValueError: if it is unknown, or does not divide the number of ranks.
-        """
         count, ranks = self.ranks_per_node, self.transport.world_size
         if count is None:
             raise ValueError(

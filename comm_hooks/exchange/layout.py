@@ -31,8 +31,7 @@ class Segment:
         name: the name of the parameter.
         shape: the shape of the tensor.
         exempt: whether the tensor is sent uncompressed, in the exchange's ``exempt_bits``.
-        exact: whether the tensor is sent in float32 with any settings, as flags, counts and other
-            extras are.
+        exact: whether it is always sent in float32, as flags, counts and other extras are.
     """
 
     name: str

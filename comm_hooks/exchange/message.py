@@ -28,8 +28,7 @@ class RoundContext:
         memory: keeps the residuals of this rank; None for a round without residuals.
         scale: the loss scale by which the vectors are multiplied.
         verify: whether residuals are checked to be finite, in one more pass.
-        limit: the largest element that the dtype of the mean can hold; the excess joins the
-            residual.
+        limit: the largest element that the mean's dtype can hold; the excess joins the residual.
         noise_hook: clips and adds noise, for private training; None: neither.
         checks: the headers on an accelerator that are still to be checked.
         transaction: keeps the messages of a step with several buckets until its end; None: the
@@ -75,8 +74,7 @@ class Message:
         matrices: the matrix of each part of the vectors.
         keys: the random keys of each part of the vectors.
         stamp: header words of the round, equal on all ranks.
-        residuals: the residuals still to be added to each part before it is compressed; None
-            without a memory.
+        residuals: those still to be added to each part before compression; None without a memory.
     """
 
     def __init__(

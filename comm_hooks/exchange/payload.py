@@ -58,11 +58,7 @@ class PayloadFormat:
         self.nbytes = -(-position // 8) * 8
 
     def encode(
-        self,
-        message: Message,
-        *,
-        health: Tensor | None = None,
-        out: Tensor | None = None,
+        self, message: Message, *, health: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Return the payload (nbytes,), uint8, of a message.
 
@@ -144,11 +140,7 @@ class PayloadFormat:
 
     @record_function(DECODE)
     def decode(
-        self,
-        matrices: Sequence[Tensor],
-        payload: Tensor,
-        keys: Sequence[Keys],
-        rank: int,
+        self, matrices: Sequence[Tensor], payload: Tensor, keys: Sequence[Keys], rank: int
     ) -> None:
         """Write the decompressed payload of ``rank``, (nbytes,), to the matrices."""
         for matrix, (compressor, octets, draw) in zip(

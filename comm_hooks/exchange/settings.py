@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from comm_hooks.compressors.base import Compressor, Granularity
 from comm_hooks.compressors.identity import Identity
-from comm_hooks.config import (
-    COMPRESSORS,
-    build,
-    instead_of,
-    option_names,
-    parse_spec,
-    unknown,
-)
+from comm_hooks.config import COMPRESSORS, build, instead_of, option_names, parse_spec, unknown
 from comm_hooks.memory.base import Memory
 from comm_hooks.memory.error_feedback import fitting_memory
-from comm_hooks.requirements import (
-    in_one_line,
-    require_choice,
-    require_integer,
-    require_positive,
-)
+from comm_hooks.requirements import in_one_line, require_choice, require_integer, require_positive
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
@@ -287,15 +275,11 @@ class ExchangeSettings:
 
     def _check_residuals(self, compressor: Compressor) -> None:
         if self.memory and not compressor.bounds_residuals:
+            is_random_k = type(compressor).__name__ == "RandomK"
             raise ValueError(
                 f"{compressor} cannot be used with error feedback: it is not contractive, so the "
                 f"residual would grow without bound. Use memory=None; its noise averages out over "
-                "steps"
-                + (
-                    " (or RandomK(unbiased=False))"
-                    if type(compressor).__name__ == "RandomK"
-                    else ""
-                )
+                f"steps{' (or RandomK(unbiased=False))' if is_random_k else ''}"
             )
 
     def as_dict(self) -> dict[str, Any]:

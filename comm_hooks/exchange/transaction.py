@@ -26,8 +26,7 @@ class Transaction:
         """Add a bucket after its round.
 
         Args:
-            commit: finds the new residuals in the bucket's workspace, which nothing may change
-                before :meth:`decide`.
+            commit: finds new residuals in the workspace, which must stay until :meth:`decide`.
             health: float32 scalar, 0 if the vectors of all ranks were finite, else NaN.
         """
         self._commits.append(commit)

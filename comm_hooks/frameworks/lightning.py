@@ -65,7 +65,6 @@ class CompressionCallback(Callback):
     Example::
 
         >>> import torch
-        >>> from comm_hooks.frameworks.lightning import CompressionCallback
         >>> callback = CompressionCallback("topk", density=1 / 64)
         >>> callback.state is None
         True
@@ -200,7 +199,6 @@ def _only(optimizers: list[Any]) -> Any:
 
 
 def _refuse_tuners(callbacks: list[Any]) -> None:
-    """Raise ``ValueError`` for callbacks that would train before the model is registered."""
     for callback in callbacks:
         name = type(callback).__name__
         if name in ("LearningRateFinder", "BatchSizeFinder"):
@@ -245,7 +243,6 @@ def _folder(filepath: Any) -> str:
 
 
 def _require_ddp(strategy: Any) -> None:
-    """Raise ``ValueError`` unless the strategy wraps models in DDP without a hook of its own."""
     names = [kind.__name__ for kind in type(strategy).__mro__]
     advice = 'use Trainer(strategy="ddp"), also with devices=1'
     if "DeepSpeedStrategy" in names:

@@ -40,8 +40,7 @@ def register(
             optimizer exchanges by itself: ``Trainer(optimizers=(optimizer, scheduler))``.
 
     Returns:
-        The callback; ``callback.state`` is the result of :func:`comm_hooks.register` after the
-        beginning of training.
+        The callback, with :func:`comm_hooks.register`'s result as ``state`` once training begins.
 
     Raises:
         ValueError: for a Trainer that uses FSDP or DeepSpeed; and when training begins, for bad

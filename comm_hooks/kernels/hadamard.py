@@ -33,8 +33,7 @@ def hadamard(rows: Tensor) -> Tensor:
 def _hadamard_by_products(rows: Tensor) -> Tensor:
     """Multiply by the factors of H_{2^k}, a Kronecker product of matrices of order at most 64.
 
-    Each factor acts on one axis of the row seen as an array, which is a matrix product that needs
-    no transposition.
+    Each factor acts on an axis of the row seen as an array, by a product without transposition.
     """
     numel = rows.shape[1]
     # Two buffers for all factors: new memory would take longer to touch than to compute.

@@ -48,8 +48,7 @@ def cut(rows: Tensor, size: int) -> Tensor:
 class Pieces:
     """Cuts rows (n, numel) into pieces: several rows, or some blocks of ``size`` of one row.
 
-    A piece begins at a multiple of 8 blocks of a row, where codes of any number of bits begin at a
-    whole byte.
+    A piece begins at a multiple of 8 blocks of a row, where codes of any width begin at a byte.
     """
 
     def __init__(self, n: int, numel: int, size: int) -> None:

@@ -14,8 +14,7 @@ def scatter_sum(
     Args:
         out: (n, numel), float32.
         places: (N, n, blocks, count), int64, for N ranks: indices into a row of ``out``, of
-            elements of their block.  The indices of a rank are distinct, except where values are
-            zero.
+            elements of their block.  A rank's indices are distinct, except where values are 0.
         values: the elements at these places, float32, in the same shape.
         size: the number of elements per block.
         alpha, add: a factor of the values, and whether to add them to ``out``.

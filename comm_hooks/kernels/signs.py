@@ -38,8 +38,7 @@ def encode_signs(
 
     Returns:
         ``(scales, octets)``: float32 (n, ceil(numel / size)), and uint8 (n, ceil(numel / 8)) with
-        a bit of 1 where ``x >= 0``, also for negative zeros.  The bits behind the last element of a
-        row are 0.
+        a bit of 1 where ``x >= 0``, also for negative zeros.  Bits behind the last element are 0.
     """
     if residual:
         residual.add_to(rows)
@@ -61,8 +60,7 @@ def decode_signs(
 
     Args:
         out: (n, numel), float32.
-        scales, octets: from :func:`encode_signs`, for each rank: (N, n, ...); more octets may
-            follow.
+        scales, octets: from :func:`encode_signs`, per rank: (N, n, ...); more octets may follow.
         size: the number of elements of a block.
         alpha, add: a factor of the values, and whether to add them to ``out``.
     """

@@ -140,8 +140,7 @@ def _lower_bounds(magnitudes: _Ints, count: int) -> _Ints:
     """Return a lower bound of each row's count-th largest magnitude, (rows,).
 
     A row is cut into 4 to 8 times ``count`` groups of elements that are far apart, so that maxima
-    are vector operations.  ``count`` groups have a maximum that reaches the count-th largest of the
-    maxima.
+    are vector operations.  ``count`` groups have a maximum that reaches the count-th largest.
     """
     size = magnitudes.shape[1]
     groups = size >> max(0, (size // (4 * count)).bit_length() - 1)

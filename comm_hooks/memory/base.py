@@ -155,8 +155,7 @@ class Memory(ABC):
         Args:
             state: the result of :meth:`state_dict`.
             numels: the number of elements of each parameter in the state.  Vectors of another
-                length, or all vectors without ``numels``, count in :meth:`norm` from their next
-                round on.
+                length, or all without ``numels``, count in :meth:`norm` from their next round on.
 
         Raises:
             ValueError: as :meth:`check`; nothing is changed.

@@ -36,8 +36,7 @@ class ErrorFeedback(Memory):
         bits: bits per element of the stored residual: 32 (float32), 16 (bfloat16) or 4 (min-max
             codes in blocks of 256, 0.53 bytes per element).  The rounding of the residual is lost:
             16 keeps 8 significant bits of every element, 4 the range of a block in 15 steps.
-        decay: the factor of the old residual, in (0, 1].  Below 1 residuals fade: SparseLoCo
-            (0.95), DeMo (0.999).
+        decay: the old residual's factor, in (0, 1]; below 1 it fades (SparseLoCo 0.95, DeMo 0.999).
         stochastic: 4 bits only: round at random, so that rounding errors are zero in the mean.
 
     Memory: 4, 2 or 0.53 bytes per compressed parameter and rank.  Each rank's residual is its own:

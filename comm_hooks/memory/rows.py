@@ -141,7 +141,6 @@ def _is_vector(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    """Return a description of an object in one line."""
     if isinstance(value, str):
         return repr(value)
     if isinstance(value, Tensor):

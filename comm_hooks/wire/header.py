@@ -78,8 +78,7 @@ class Header(ABC):
         Args:
             payloads: the payloads of this rank; nbytes is a multiple of 8.
             stamp: the stamp of this rank.
-            health: float32 scalar on the payloads' device: 0 where the rank's vector is finite,
-                else NaN.
+            health: float32 scalar on their device: 0 where the rank's vector is finite, else NaN.
         """
 
     def check(
@@ -88,15 +87,13 @@ class Header(ABC):
         """Check that all payloads have this stamp; return 0 if all vectors were finite, else NaN.
 
         Args:
-            payloads: the received payloads: (N, nbytes), uint8, in rank order, or their sum on the
-                wire, (1, nbytes).
+            payloads: those received: (N, nbytes), uint8, in rank order, or their sum, (1, nbytes).
             stamp: the stamp of this rank.
             checks: receives headers that cannot be checked at once.
             senders: the word for a sender in errors, such as "rank".
 
         Raises:
-            PayloadError: on all ranks alike, if the stamps of payloads differ; on the receivers of
-                a damaged payload.
+            PayloadError: on all ranks, if payloads' stamps differ; on receivers of a damaged one.
         """
         found, health = self._read(payloads)
         if not checks.must_wait(found):

@@ -31,8 +31,7 @@ class PlacesCode(ABC):
     """A code for sets of ``count`` ascending distinct integers in ``range(universe)``.
 
     The bytes of several sets are a stream of bits for all sets, then the ``low_bits`` lowest bits
-    of each index as they are.  The size depends on the number of sets alone, so ranks need not
-    negotiate it.
+    of each index as they are.  The size depends on the number of sets alone, so all ranks know it.
     """
 
     universe: int

@@ -143,8 +143,7 @@ class Plan:
 
     Attributes:
         hook_rounds: the exchanges of each step, started by a DDP hook during the backward pass.
-        optimizer_rounds: the exchanges of ``steps`` steps together, run by the optimizer after the
-            backward pass.
+        optimizer_rounds: those of ``steps`` steps together, by the optimizer after backward.
         steps: the number of steps that ``optimizer_rounds`` cover.
         optimizer: seconds per step of the method's own optimizer; None for the user's optimizer.
     """
@@ -173,11 +172,7 @@ class Plan:
 
 
 def predict(
-    plan: Plan,
-    network: Network,
-    *,
-    forward_backward: float,
-    optimizer: float = 0.0,
+    plan: Plan, network: Network, *, forward_backward: float, optimizer: float = 0.0
 ) -> float:
     """Return the predicted seconds of a step, on average.
 

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 
 from comm_hooks.collectives import Transport
-from comm_hooks.collectives.requests import (
-    AllGather,
-    AllGatherObject,
-    AllReduce,
-    AllToAll,
-    Request,
-)
+from comm_hooks.collectives.requests import AllGather, AllGatherObject, AllReduce, AllToAll, Request
 from comm_hooks.launchers.advise.cost_model import Collective, Round
 from comm_hooks.wire.summed_header import MARKS_START
 

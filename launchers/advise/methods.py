@@ -48,8 +48,7 @@ class Method:
 
     Attributes:
         spec: the text of the method, such as ``"quantize:bits=2"``.
-        compressor: the compressor's name, or one of :data:`PLAIN`; empty for the optimizer's own
-            exchange.
+        compressor: its name, or one of :data:`PLAIN`; empty for the optimizer's own exchange.
         options: the options of the compressor and of the exchange.
         optimizer: the optimizer's name; empty for AdamW after a DDP hook.
         optimizer_options: the keyword arguments of the optimizer.

@@ -90,8 +90,7 @@ def most_ranks() -> int:
 def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> Kept | None:
     """Return the measured quality of a method with ``ranks`` ranks; None without a measurement.
 
-    1. More ranks keep less, so the measurement with the fewest ranks that are no fewer than
-       ``ranks`` counts.
+    1. More ranks keep less, so the measurement with the fewest ranks, at least ``ranks``, counts.
     2. Trainings of all lengths and batch sizes count.
     3. A budget of ``low_communication`` is judged by the largest measured budget within it, because
        a larger budget is not always used up.
@@ -109,7 +108,8 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
         for cell in (measured() if cells is None else cells)
         if cell.ranks >= ranks
         and len(cell.kept) >= FEWEST_TASKS
-        and _covers(method, parse_method(cell.method))
+        and _without_budget(other := parse_method(cell.method)) == _without_budget(method)
+        and _budget(other) <= _budget(method)
     ]
     ranks = min((cell.ranks for cell in found), default=ranks)
     found = [cell for cell in found if cell.ranks == ranks]
@@ -117,12 +117,6 @@ def kept_by(method: Method, ranks: int, cells: Iterable[Cell] | None = None) -> 
     for cell in sorted(found, key=lambda cell: _budget(parse_method(cell.method))):
         best[cell.tokens, cell.batch] = cell
     return Kept(list(best.values())) if best else None
-
-
-def _covers(method: Method, other: Method) -> bool:
-    """Return whether two methods are the same, except that ``method`` may have more bits."""
-    same = _without_budget(method) == _without_budget(other)
-    return same and _budget(method) >= _budget(other)
 
 
 def _without_budget(method: Method) -> tuple[object, ...]:

@@ -26,8 +26,7 @@ def launch(
         int | None, typer.Option(help="Processes per node. [default: one per GPU, else 1]")
     ] = None,
     nnodes: Annotated[
-        str,
-        typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for an elastic job."),
+        str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for an elastic job.")
     ] = "1",
     node_rank: Annotated[
         int | None,

@@ -49,8 +49,7 @@ def check(
         facts: the facts about this process.
         listener: the TCP port of this process for measurements; None without an address.
         seconds: the longest time to wait for processes.
-        bits_per_second: the rate that each link must carry, on rank 0; None to compare links with
-            each other.
+        bits_per_second: the rate that each link must carry, on rank 0; None to compare links only.
 
     Raises:
         MeetingError: if rank 0 has ended.

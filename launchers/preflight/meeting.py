@@ -37,8 +37,7 @@ class Party:
         processes: the number of processes per node in the training, if known.
         hosts: whether this process hosts the store, and so must leave last.
         speaks: whether this process prints problems even if it is not rank 0.
-        process: the launcher environment of this process; its launcher is None if nodes are started
-            by hand.
+        process: this process's launcher environment; no launcher if nodes are started by hand.
     """
 
     head: Endpoint | None = None

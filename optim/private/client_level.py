@@ -82,8 +82,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             the loaded state depends on.
 
     Publish ``release_state_dict()`` of :class:`~comm_hooks.optim.LocalRounds` and nothing else.
-    Buffers that a client's forward passes change (batch norm's) are refused: they would stay in the
-    model.
+    Buffers that clients' forward passes change (batch norm's) are refused: they stay in the model.
 
     Not supported: weights for clients of different size; inner optimizers that share statistics;
     ``collective="sharded"``; clients that distrust the ranks.
@@ -264,9 +263,6 @@ class _ClientGuard(NoiseHook):
 
     Noise is added to the complete sum: added to one message first, it would leave the last digits
     of the other messages visible in float32.
-
-    Attributes:
-        noise_std: the noise's standard deviation, to be set before a round's last message.
     """
 
     def __init__(self, place: Place, max_norm: float, stream: Stream) -> None:
@@ -274,7 +270,7 @@ class _ClientGuard(NoiseHook):
         self._max_norm = max_norm
         self._stream = stream
         self._sum: list[torch.Tensor] | None = None
-        self.noise_std: float | None = None
+        self.noise_std: float | None = None  # set before a round's last message
 
     def clip_(self, message: Sequence[torch.Tensor]) -> None:
         norm = sample_norms([tensor.reshape(1, -1) for tensor in message])

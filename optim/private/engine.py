@@ -92,10 +92,7 @@ class PrivacyEngine:
     """
 
     def __init__(
-        self,
-        *,
-        accountant: Accountant | str = "rdp",
-        ledger: str | os.PathLike[str] | None = None,
+        self, *, accountant: Accountant | str = "rdp", ledger: str | os.PathLike[str] | None = None
     ) -> None:
         try:
             self.accountant = build_accountant(accountant)
@@ -155,8 +152,7 @@ class PrivacyEngine:
             PrivacyError: for a model that mixes samples or has a communication hook, a compressor
                 that is not private with the placement, or an optimizer that has taken steps.
             ValueError: for arguments of a wrong type or out of range.
-            ConfigMismatchError: on all ranks, if the lengths of their data sets or some samples
-                differ.
+            ConfigMismatchError: on all ranks, if lengths or some samples of data sets differ.
         """
         check_model(module)
         require_choice(self, "grad_sample_mode", grad_sample_mode, ("functorch", "hooks"))
@@ -294,12 +290,7 @@ class PrivacyEngine:
         optimizer.change(**changed)
 
     def private_participation(
-        self,
-        *,
-        clients: int,
-        sample_rate: float,
-        noise_multiplier: float,
-        max_norm: float,
+        self, *, clients: int, sample_rate: float, noise_multiplier: float, max_norm: float
     ) -> PrivateParticipation:
         """Return the sampling of clients for private rounds of local steps, for ``LocalRounds``.
 
@@ -348,8 +339,7 @@ class PrivacyEngine:
         """Set a budget: a later step raises ``PrivacyError`` if epsilon would exceed the target.
 
         Raises:
-            ValueError: for values out of range, and a delta that is too large; see
-                :meth:`get_epsilon`.
+            ValueError: for values out of range, and a delta that :meth:`get_epsilon` refuses.
         """
         require_delta(target_delta, "target_delta")
         require_within(self, "target_epsilon", target_epsilon, "(0, inf)")
@@ -364,8 +354,7 @@ class PrivacyEngine:
             delta: less than one over the number of samples (or clients): to publish one of them at
                 random would satisfy any larger delta.
             observer: ``"model"`` sees the model at every step; ``"checkpoint"`` also the saved
-                states of single ranks, residuals included; ``"rank"`` the messages of single
-                ranks.
+                states of single ranks, residuals included; ``"rank"`` the messages of single ranks.
 
         Raises:
             ValueError: before the first step, for a delta out of range, and for one that is not
@@ -464,9 +453,7 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def _entry(
-        self,
-        event_of_step: Callable[[], GaussianEvent],
-        continued: Sequence[Releases],
+        self, event_of_step: Callable[[], GaussianEvent], continued: Sequence[Releases]
     ) -> Callable[[], None]:
         """Return a function that writes a release to the ledger, or raises if the budget is spent.
 
@@ -497,15 +484,11 @@ class PrivacyEngine:
                         "released nothing"
                     )
                 self._steps_left[event] -= 1
-            self._record(event)
+            self._opened().record(event)
             for releases in continued:
                 releases.enter(event, ledger.run)
 
         return enter
-
-    def _record(self, event: GaussianEvent) -> None:
-        """Write a release to the ledger; the first release opens the ledger."""
-        self._opened().record(event)
 
 
 def _dense_exchange() -> Exchange:

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 class PrivacyError(ValueError):
     """Raised for a request with which the claimed privacy guarantee would not hold.
 
-    The message names the broken rule and a valid alternative.  Raised before any private data has
-    been used.
+    The message names the broken rule and a valid alternative.  Raised before private data is used.
     """
 
 

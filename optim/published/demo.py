@@ -60,12 +60,7 @@ class DeMo(ExchangingOptimizer):
     needs = ("memory",)
 
     def __init__(
-        self,
-        params: ParamsT,
-        exchange: Exchange,
-        *,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
+        self, params: ParamsT, exchange: Exchange, *, lr: float = 1e-3, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay})
         if not isinstance(exchange.memory, ErrorFeedback):

@@ -72,12 +72,8 @@ class FetchSGD(ExchangingOptimizer):
         >>> from comm_hooks import skip_hook
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> optimizer = FetchSGD(
-        ...     ddp_model.named_parameters(),
-        ...     Exchange(CountSketch(ratio=0.01)),
-        ...     lr=0.1,
-        ...     density=0.002,
-        ...     rows=5,
-        ...     masking=True,
+        ...     ddp_model.named_parameters(), Exchange(CountSketch(ratio=0.01)), lr=0.1,
+        ...     density=0.002, rows=5, masking=True,
         ... )
     """
 
@@ -189,7 +185,6 @@ class FetchSGD(ExchangingOptimizer):
         return torch.stack([compressor.compress(vector, key=key) for key in self._keys])
 
     def _shared(self, name: str) -> float:
-        """Return a hyperparameter's value; raise ``ValueError`` if it differs between groups."""
         values = {group[name] for group in self.param_groups}
         if len(values) > 1:
             raise ValueError(

@@ -49,7 +49,6 @@ class FreezingOptimizer(ExchangingOptimizer):
         self.freeze_step = freeze_step
 
     def _is_exact(self, states: States) -> bool:
-        """Return whether the next step exchanges gradients exactly."""
         return int(states[0]["step"]) < self.freeze_step
 
     def _set_momenta(self, gradients: Tensors, states: States) -> None:

@@ -33,8 +33,7 @@ class Marina(ExchangingOptimizer):
     3. if c: g = mean_i grad_i(x'), exactly; else g = g + mean_i Q(grad_i(x') - grad_i(x));
     4. x = x'.
 
-    So the gradient that a step finds moves x in the next one: with ``p=1`` step t + 1 is the step t
-    of gradient descent.
+    A step's gradient moves x in the next: with ``p=1`` step t + 1 is step t of gradient descent.
 
     The closure is called twice where c is 0, at x and then at x', with the same state of torch's
     random number generators, so that dropout drops the same; random numbers from elsewhere it must
@@ -59,8 +58,7 @@ class Marina(ExchangingOptimizer):
     the parameters and one of the gradients.
 
     Raises:
-        ValueError: in a step without a closure, or with one that returns None; parameters and
-            estimate stay as they were.
+        ValueError: in a step without a closure, or with one that returns None; nothing is changed.
 
     Not supported: ``GradScaler`` (which refuses closures).
 
@@ -81,13 +79,7 @@ class Marina(ExchangingOptimizer):
     published = block(compressor="perm_k")
 
     def __init__(
-        self,
-        params: ParamsT,
-        exchange: Exchange,
-        *,
-        lr: float,
-        p: float,
-        weight_decay: float = 0.0,
+        self, params: ParamsT, exchange: Exchange, *, lr: float, p: float, weight_decay: float = 0.0
     ) -> None:
         require_within(self, "p", p, "(0, 1]")
         super().__init__(params, exchange, {"lr": lr, "weight_decay": weight_decay}, p=p)
@@ -111,7 +103,8 @@ class Marina(ExchangingOptimizer):
             )
         states = self._states("estimate")
         is_first = int(states[0]["step"]) == 0
-        is_exact = is_first or self._coin()
+        key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
+        is_exact = is_first or bool(random_unit([key], 1)[0, 0] < self.p)
         old = None
         if not is_exact:
             with self._random_numbers_kept():
@@ -133,10 +126,7 @@ class Marina(ExchangingOptimizer):
     ) -> None:
         """Update the estimate g from the gradients at x', or return to x if any is not finite.
 
-        Args:
-            gradients: the gradients at x', which are overwritten.
-            old: the gradients at x; None for an exact step.
-            before: the parameters x; None if x' is x.
+        ``old`` are the gradients at ``before``, that is x; None for an exact step.
         """
         if old is not None:
             torch._foreach_sub_(gradients, old)
@@ -153,12 +143,7 @@ class Marina(ExchangingOptimizer):
             torch._foreach_add_(estimate, gradients)
         count_step(states)
 
-    def _coin(self) -> bool:
-        key = derive_key(self.exchange.settings.seed, self.exchange.step, COIN)
-        return bool(random_unit([key], 1)[0, 0] < self.p)
-
     def _evaluate(self, closure: Callable[[], float]) -> tuple[float, Tensors]:
-        """Return the closure's loss and this rank's gradients at the present parameters."""
         self.zero_grad()
         with torch.enable_grad():
             loss = closure()

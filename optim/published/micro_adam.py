@@ -68,24 +68,20 @@ class MicroAdam(ExchangingOptimizer):
     ===========================================  ========  =========  =========  ======
 
     All-gathered, the mean of N ranks has up to N times as many elements as one rank sends; there is
-    room for all of them, in which values are rounded to bfloat16 unless ``value_bits=32``.
-    Not counted is the temporary memory of a step: float32 copies of the gradients, the
-    exchange's workspace, and the moments of at most ``BATCH`` elements, or one parameter, at a
-    time.
+    room for all of them, in which values are rounded to bfloat16 unless ``value_bits=32``.  Not
+    counted is the temporary memory of a step: float32 copies of the gradients, the exchange's
+    workspace, and the moments of at most ``BATCH`` elements, or one parameter, at a time.
 
     Cost: rebuilding the moments scatters ``window`` x density elements per parameter.
 
-    Not supported: compressors other than TopK, ``granularity="bucket"``, ``collective="auto"``,
-    AMSGrad.
+    Not supported: compressors but TopK, ``granularity="bucket"``, ``collective="auto"``, AMSGrad.
 
     Example::
 
         >>> from comm_hooks import skip_hook
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> exchange = Exchange(
-        ...     TopK(density=0.01, value_bits=4),
-        ...     ErrorFeedback(bits=4, stochastic=True),
-        ...     collective="sharded",
+        ...     TopK(density=0.01, value_bits=4), ErrorFeedback(bits=4, stochastic=True), "sharded"
         ... )
         >>> optimizer = MicroAdam(ddp_model.named_parameters(), exchange, lr=1e-3)
     """
@@ -171,7 +167,6 @@ class MicroAdam(ExchangingOptimizer):
         descend_(parameters, shaped, group)
 
     def _update_exempt(self, members: list[Pair], group: Group) -> None:
-        """Update exempt parameters by AdamW."""
         states = [self.state[parameter] for parameter, _ in members]
         count_step(states)
         m, v = averages_(states, [aggregate for _, aggregate in members], group["betas"])

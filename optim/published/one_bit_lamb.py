@@ -8,12 +8,7 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block, held
 from comm_hooks.optim.moments import average_squares_, averages_, count_step, values
-from comm_hooks.optim.published.freezing import (
-    SIGNS,
-    FreezingOptimizer,
-    denominators,
-    directions,
-)
+from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, denominators, directions
 from comm_hooks.requirements import require_within
 from comm_hooks.shards import whole
 
@@ -127,12 +122,7 @@ class OneBitLamb(FreezingOptimizer):
         }
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
-            params,
-            exchange,
-            defaults,
-            freeze_step=freeze_step,
-            total_steps=total_steps,
-            **settings,
+            params, exchange, defaults, freeze_step=freeze_step, total_steps=total_steps, **settings
         )
         if any(whole(p) is not p for p in self._parameters()):
             raise ValueError(
@@ -177,7 +167,10 @@ class OneBitLamb(FreezingOptimizer):
             return False
         torch._foreach_div_(gradients, list(scales.unbind()))
         if is_first:
-            _freeze(states, scales)
+            _keep(states, "scaling_coeff", scales)
+            _keep(states, "last_factor", torch.ones_like(scales))
+            for state in states:
+                state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         for own, group in self._groups():
             parameters, members = held(group), states[own]
             fresh = self._recover(gradients[own], members, group)
@@ -226,14 +219,6 @@ def _scales(states: States) -> torch.Tensor:
     sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
     return torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
-
-
-def _freeze(states: States, scales: torch.Tensor) -> None:
-    """Add ``scaling_coeff``, ``last_factor`` = 1 and a copy of ``exp_avg_sq`` to the states."""
-    _keep(states, "scaling_coeff", scales)
-    _keep(states, "last_factor", torch.ones_like(scales))
-    for state in states:
-        state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
 
 def _add_decay_(updates: Tensors, parameters: Tensors, group: Group) -> None:

@@ -31,8 +31,7 @@ class FedAvg(LocalRounds):
     """Local SGD on every client, averaged every K steps: FedAvg, which FED-LAMB calls Fed-SGD.
 
     McMahan, Moore, Ramage, Hampson & Aguera y Arcas, AISTATS 2017, Algorithm 1, with equal weights:
-    :class:`LocalRounds` with SGD as the inner and SGD of ``server_lr`` (1: the average) as the
-    server optimizer.
+    :class:`LocalRounds` with SGD inside and SGD of ``server_lr`` (1: the average) on the server.
 
     Args:
         exchange: any exchange; with ``Identity()`` this is FedAvg as published.
@@ -144,7 +143,6 @@ class LocalAdamW(LocalRounds):
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK
-        >>> from comm_hooks.optim.rounds.algorithms import LocalAdamW
         >>> exchange = Exchange(TopK(density=1 / 16, value_bits=1), ErrorFeedback())
         >>> rounds = LocalAdamW(model.named_parameters(), exchange, lr=1e-3, local_steps=8)
     """
@@ -222,8 +220,7 @@ class MuLoCo(LocalRounds):
         outer_lr, outer_momentum: the settings of the server optimizer.
 
     Raises:
-        ValueError: for hyperparameters out of range; if all parameters, or none, are hidden
-            matrices.
+        ValueError: for hyperparameters out of range; if no or all parameters are hidden matrices.
 
     Example::
 

@@ -52,7 +52,7 @@ def play_round(
         if isinstance(error, GeneratorExit):
             warn_program(
                 f"clients(): round {state.round_index} of clients was left before its end: the "
-                "model and the clients are as before this round. In zip(), pass clients() first",
+                "model and the clients are as before this round. In zip(), pass clients() first"
             )
         raise
     else:

@@ -88,12 +88,11 @@ class LocalRounds(WrappingOptimizer):
 
     State: one copy of the parameters (x) in addition to the states of inner and server, with
     ``look_ahead`` two; with ``participation`` a residual, and with ``"keep"`` an inner optimizer
-    state, for every client of this rank.
-    Every rank saves its own :meth:`state_dict`, which has its model's parameters too:
-    ``save_rank_file(rounds, folder)``.  Where clients are private, only its ``"released"`` part may
-    be published (:meth:`release_state_dict`): all else, :meth:`stats` and :attr:`steps` reveal
-    single clients.  Other ranks can load a framework's checkpoint of rank 0: they start from
-    the shared model, and warn of their lost residuals.
+    state, for every client of this rank.  Every rank saves its own :meth:`state_dict`, which has
+    its model's parameters too: ``save_rank_file(rounds, folder)``.  Where clients are private, only
+    its ``"released"`` part may be published (:meth:`release_state_dict`): all else, :meth:`stats`
+    and :attr:`steps` reveal single clients.  Other ranks can load a framework's checkpoint of rank
+    0: they start from the shared model, and warn of their lost residuals.
 
     It is an optimizer like any other, with the groups and the state of ``inner``: schedulers set
     the local learning rate.  Between exchanges replicas differ.  Evaluate and save within

@@ -16,12 +16,7 @@ from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
-from comm_hooks.requirements import (
-    require_integer,
-    require_kind,
-    require_positive,
-    require_within,
-)
+from comm_hooks.requirements import require_integer, require_kind, require_positive, require_within
 from comm_hooks.warnings import warn_program
 
 Named = dict[str, torch.Tensor]

@@ -86,10 +86,9 @@ class RoundExchange:
         if aggregate.missing:
             warn_program(
                 f"round {state.round_index} of local steps: left out, by leave_out() or as values "
-                "are above 2^50 or not finite: client "
-                f"{', '.join(map(str, aggregate.missing))}; the mean is over the other "
-                f"{aggregate.contributors} of "
-                f"{aggregate.contributors + len(aggregate.missing)}",
+                f"are above 2^50 or not finite: client {', '.join(map(str, aggregate.missing))}; "
+                f"the mean is over the other {aggregate.contributors} of "
+                f"{aggregate.contributors + len(aggregate.missing)}"
             )
         if aggregate.delta is None:
             state.model.restore(places)

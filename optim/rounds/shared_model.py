@@ -236,7 +236,6 @@ class SharedModel:
             torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
 
     def _moved(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        """Return the tensors, one per parameter, on the parameters' devices and in their dtypes."""
         return [each.to(p) for each, p in zip(tensors, self._parameters, strict=True)]
 
     def _live(self, places: Sequence[int]) -> Tensors:

@@ -155,10 +155,13 @@ class RoundsState:
     def release_state_dict(self) -> dict[str, Any]:
         """Return the model, server state and round count: publishable if clients are private."""
         shared = (value.clone() for value in self.model.values)
+        # Copies: the state is that of this moment.
+        server = copy.deepcopy(self._server.state_dict())
+        for group, names in zip(server["param_groups"], self._server_names(), strict=True):
+            group["param_names"] = names
         return {
             "model": dict(zip(self.names, shared, strict=True)),
-            # A copy, like all the rest: the state is that of this moment.
-            "server": self._server_state(),
+            "server": server,
             "round_index": self.round_index,
         }
 
@@ -292,7 +295,7 @@ class RoundsState:
             warn_program(
                 f"{self._owner}: parameters were written to after load_state_dict() had restored "
                 "this rank's local progress in them: load or broadcast the model first, then call "
-                f"{self._owner}.load_state_dict()",
+                f"{self._owner}.load_state_dict()"
             )
         # Until now it could have been restored from this rank's own file.
         other, self._loaded_from = self._loaded_from, None
@@ -301,7 +304,7 @@ class RoundsState:
                 f"{self._owner}: this rank goes on from the state that rank {other} saved, without "
                 "its residual and local progress: call save_rank_file(optimizer, folder) on every "
                 "rank when saving a checkpoint, and load_rank_files(optimizer, folder) when "
-                "loading it",
+                "loading it"
             )
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -337,7 +340,6 @@ class RoundsState:
 
     @property
     def _kinds(self) -> list[str]:
-        """The classes of the inner and the server optimizer."""
         return [type(self._inner).__name__, type(self._server).__name__]
 
     def _server_names(self) -> list[list[str]]:
@@ -345,13 +347,6 @@ class RoundsState:
         groups = self._inner.param_groups
         names = dict(zip(map(id, parameters_of(groups)), names_of(groups), strict=True))
         return [[names[id(p)] for p in group["params"]] for group in self._server.param_groups]
-
-    def _server_state(self) -> dict[str, Any]:
-        """Return a copy of the server optimizer's state with the names of its parameters."""
-        state = copy.deepcopy(self._server.state_dict())
-        for group, names in zip(state["param_groups"], self._server_names(), strict=True):
-            group["param_names"] = names
-        return state
 
     @torch.no_grad()
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:

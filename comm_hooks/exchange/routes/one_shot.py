@@ -12,19 +12,28 @@ from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.noise_hook import NoiseHook
-from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
+from comm_hooks.exchange.routes.route import Route, fill_nan_, format_of
 from comm_hooks.randomness import Keys
 
 
-class OneShot(CompressedRoute):
-    """A route of a single collective: encode, send, and decode all payloads in rank order."""
+class OneShot(Route):
+    """A route of a single collective: encode, send, and decode all payloads in rank order.
+
+    Args:
+        layout: holds the vectors.
+        compressors: the compressors, one for each part of the layout.
+        transport: connects the ranks.
+        seed: the seed of all random keys.
+    """
 
     request: ClassVar[type[AllReduce] | type[AllGather]]
 
     def __init__(
         self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
     ) -> None:
-        super().__init__(layout, compressors, transport, seed)
+        self._layout = layout
+        self._transport = transport
+        self._seed = seed
         is_summed = self.request is AllReduce
         self._format = format_of(layout, compressors, transport, summed=is_summed)
 

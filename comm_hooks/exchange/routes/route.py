@@ -8,7 +8,7 @@ import torch
 from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.exchange.layout import Layout, Workspace
+from comm_hooks.exchange.layout import Workspace
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
 
@@ -29,24 +29,6 @@ class Route(ABC):
     @abstractmethod
     def reduce(self, context: RoundContext) -> Round[None]:
         """Return a round that averages the workspace over ranks; NaN if any is not finite."""
-
-
-class CompressedRoute(Route):
-    """A route that sends compressed payloads.
-
-    Args:
-        layout: holds the vectors.
-        compressors: the compressors, one for each part of the layout.
-        transport: connects the ranks.
-        seed: the seed of all random keys.
-    """
-
-    def __init__(
-        self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
-    ) -> None:
-        self._layout = layout
-        self._transport = transport
-        self._seed = seed
 
 
 def format_of(

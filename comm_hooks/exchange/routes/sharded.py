@@ -12,25 +12,23 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.message import Message, RoundContext
 from comm_hooks.exchange.payload import PayloadFormat
-from comm_hooks.exchange.routes.route import CompressedRoute, fill_nan_, format_of
+from comm_hooks.exchange.routes.route import Route, fill_nan_, format_of
 from comm_hooks.exchange.shards import Shards
 from comm_hooks.memory.base import Memory
 from comm_hooks.randomness import fork_all
 
 
-class Sharded(CompressedRoute):
+class Sharded(Route):
     """Every rank owns a shard of each parameter: traffic hardly grows with the number of ranks.
 
     Rank j owns the j-th of N equal ranges of the elements of every parameter
     (:class:`~comm_hooks.exchange.shards.Shards`).
 
     Args:
-        layout, compressors, transport, seed: see
-            :class:`~comm_hooks.exchange.routes.route.CompressedRoute`.
+        layout, compressors, transport, seed: as for other routes.
         memory: keeps the residuals of the second compression, of the shard that this rank owns.
         downlink: the compressors of the means; by default ``compressors``.
-        exact_uplink: whether vectors are sent to the owners in float32, so that only the means are
-            compressed.
+        exact_uplink: whether vectors go to owners in float32, so that only means are compressed.
     """
 
     def __init__(
@@ -44,7 +42,9 @@ class Sharded(CompressedRoute):
         downlink: Sequence[Compressor] | None = None,
         exact_uplink: bool = False,
     ) -> None:
-        super().__init__(layout, compressors, transport, seed)
+        self._layout = layout
+        self._transport = transport
+        self._seed = seed
         self._memory = memory
         downlink = downlink or compressors
         self._shards = Shards(layout, transport.world_size)
@@ -118,8 +118,7 @@ def scatter(
     """Return the first leg of a round, in which each rank gets all payloads for its shard.
 
     Args:
-        payloads: the payloads of this rank, one for each rank, (N, nbytes), uint8; may be longer
-            than ``format_``.
+        payloads: one for each rank, (N, nbytes), uint8; may be longer than ``format_``.
         format_: the format of the payloads for this rank.
         context: the settings of the round for the shard of this rank.
 

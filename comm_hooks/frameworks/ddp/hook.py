@@ -92,8 +92,7 @@ class CompressionState:
     Raises:
         ValueError: for settings that exclude each other.
 
-    Warns once if gradients are averaged a second time because they were not cleared: accumulate
-    under ``no_sync()``.
+    Warns once if gradients not cleared are averaged again: accumulate under ``no_sync()``.
 
     A copy of a hooked model (``copy.deepcopy``, ``AveragedModel``) has a copy of the state.  It is
     for evaluation: PyTorch does not register the hook with the copy, so its backward passes average
@@ -215,8 +214,7 @@ class CompressionState:
         See :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
         Raises:
-            ValueError: if states do not belong together, or name parameters that this model lacks;
-                nothing is changed.
+            ValueError: if states do not belong together, or not to this model; nothing is changed.
         """
         self.exchange.load_state_dicts(states)
         self._saved_buckets = list(states[0].get("buckets", []))
@@ -421,8 +419,7 @@ def skip_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Communicate nothing: a communication hook with which every rank keeps its own gradient.
 
-    For optimizers that own the exchange (``optim.OneBitAdam``), and as the control that any
-    method must beat.
+    For optimizers that own the exchange (``optim.OneBitAdam``), and as the control of any method.
 
     Example::
 
@@ -471,8 +468,7 @@ def register(
             ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare``, a
             ``LightningModule`` in training, a module of your own.
         compressor: a compressor, or a name in ``comm_hooks.config.COMPRESSORS``; or an optimizer.
-        loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning where
-            they scale the loss.
+        loss_scale: see :class:`CompressionState`; by default that of Fabric or Lightning, if any.
         start_compression_step: see :class:`CompressionState`.
         private: makes each rank's gradients differentially private: a
             :class:`~comm_hooks.optim.private.RankLevel`.

@@ -265,7 +265,6 @@ def _advice(model: nn.Module) -> str:
 
 
 def _has_base(module: nn.Module, package: str, *prefixes: str) -> bool:
-    """Return whether a base class is defined in ``package`` and its name starts with a prefix."""
     return any(
         package in kind.__module__ and kind.__name__.startswith(prefixes)
         for kind in type(module).__mro__

@@ -38,15 +38,11 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
         ValueError: for an optimizer that does not exchange, or has other parameters than the model;
             for layers with a forward pass that writes to trained weights.
     """
-    own: Any = optimizer
-    # Accelerate, Fabric and Lightning wrap optimizers.
-    while isinstance(getattr(own, "optimizer", None), Optimizer):
-        own = own.optimizer
+    own = unwrapped(optimizer)
     if not isinstance(getattr(own, "exchange", None), Exchange):
         raise ValueError(
             "register() takes a compressor, or an optimizer that exchanges by itself, such as the "
-            "result of comm_hooks.optim.low_communication(...); "
-            f"{type(own).__name__} does not"
+            f"result of comm_hooks.optim.low_communication(...); {type(own).__name__} does not"
         )
     works_in_rounds = hasattr(own, "server_parameters")
     _require_constant_weights(model)
@@ -77,16 +73,21 @@ def register_optimizer(model: nn.Module, optimizer: Optimizer, hook: Any) -> Any
     return own
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of Accelerate, Fabric and Lightning."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _refuse_to_join(name: str, **kwargs: object) -> NoReturn:
     raise ValueError(
-        f"join() cannot be used with {name}, which exchanges in step(): a rank "
-        "without data would let the others wait: give all ranks equally many batches "
-        "(DistributedSampler does)"
+        f"join() cannot be used with {name}, which exchanges in step(): a rank without data would "
+        "let the others wait: give all ranks equally many batches (DistributedSampler does)"
     )
 
 
 def _require_constant_weights(model: nn.Module) -> None:
-    """Raise ``ValueError`` for embeddings with ``max_norm``: a forward pass writes to them."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -101,7 +102,6 @@ def _require_constant_weights(model: nn.Module) -> None:
 
 
 def _warn_of_unsharded(module: nn.Module) -> None:
-    """Warn of unsharded parameters in a sharded model: ranks of a node do not average them."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = [name for name, parameter in trained.items() if not is_sharded(parameter)]
     if 0 < len(names) < len(trained):
@@ -113,7 +113,6 @@ def _warn_of_unsharded(module: nn.Module) -> None:
 
 
 def _require_ranks_of(ddp: DistributedDataParallel, optimizer: Any) -> None:
-    """Raise ``ValueError`` if the optimizer exchanges with other ranks than DDP."""
     transport = optimizer.exchange.transport
     if not isinstance(transport, TorchDistributed):
         return
@@ -126,7 +125,6 @@ def _require_ranks_of(ddp: DistributedDataParallel, optimizer: Any) -> None:
 
 
 def _require_parameters_of(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` unless the optimizer has exactly the model's trainable parameters."""
     known = set(module.parameters())
     own = [whole(p) for group in optimizer.param_groups for p in group["params"]]
     if strangers := sum(p not in known for p in own):

@@ -35,9 +35,7 @@ class EngineCompression:
     """
 
     def __init__(
-        self,
-        state: OptimizerState | LocalRounds | Exchange,
-        private: "RankLevel | None" = None,
+        self, state: OptimizerState | LocalRounds | Exchange, private: "RankLevel | None" = None
     ) -> None:
         self.exchange: Exchange = state if isinstance(state, Exchange) else state.exchange
         self.state = state

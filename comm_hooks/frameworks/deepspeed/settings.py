@@ -33,11 +33,9 @@ class EngineSettings:
     Attributes:
         make_optimizer: a function from parameter groups with names to the engine's optimizer; None
             if DeepSpeed makes it, or the user has.
-        exchange: the exchange of gradients; None if DeepSpeed averages them, or the optimizer
-            exchanges.
+        exchange: that of gradients; None if DeepSpeed averages them, or the optimizer exchanges.
         start_compression_step: the number of first steps with exactly averaged gradients.  Skipped
-            steps do not count, nor the steps of a checkpoint that was loaded without the files of
-            its ranks.
+            steps do not count, nor those of a checkpoint that was loaded without its ranks' files.
         private: the privacy of each rank's gradients; None without it.
     """
 
@@ -52,8 +50,7 @@ class EngineSettings:
 
         1. An optimizer of the user takes precedence, as in DeepSpeed; if it does not exchange, it
            gets gradients averaged as the ``comm_hooks`` block says.
-        2. Else, if the block names a method (``low_communication``), that optimizer of local steps
-           replaces AdamW.
+        2. Else a method in the block (``low_communication``), with local steps, replaces AdamW.
         3. Else, if ``optimizer.type`` names one of :mod:`comm_hooks.optim.registry`, the
            engine gets that optimizer.  If it owns its exchange, a block with a ``compressor``
            replaces the published exchange, and a block without overrides single settings of it.
@@ -207,14 +204,12 @@ _ROUNDS_IGNORED = ("eps", "torch_adam", "fused", "foreach", "bias_correction")
 
 
 def _type(config: Mapping[str, Any]) -> str:
-    """Return ``optimizer.type`` of a configuration; an empty string without one."""
     block = config.get("optimizer")
     name = block.get("type") if isinstance(block, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def _entry(name: str) -> OptimizerEntry | None:
-    """Return the entry of an optimizer of comm-hooks by name; None if the name is unknown."""
     return _ADAMW if name.lower() == _ADAMW.name.lower() else lookup(name)
 
 
@@ -367,7 +362,6 @@ def _stage(config: Mapping[str, Any]) -> int:
 
 
 def _check_engine(config: Mapping[str, Any], name: str) -> None:
-    """Raise ``ValueError`` if ranks get no complete, unreduced gradients, as with ZeRO."""
     if stage := _stage(config):
         raise ValueError(
             f"zero_optimization.stage: {name} needs whole gradients on every rank for its own "

@@ -79,7 +79,6 @@ def _has_tensor_parallelism(engine: Any) -> bool:
 
 
 def _refuse(features: Mapping[str, bool]) -> None:
-    """Raise ``ValueError`` for the first feature that is used."""
     for feature, is_used in features.items():
         if is_used:
             raise ValueError(f"{BLOCK} cannot be used with {feature}")

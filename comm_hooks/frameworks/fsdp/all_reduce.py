@@ -34,8 +34,7 @@ def compress_all_reduce(
     The model is sharded over the ranks of each node (``fully_shard(..., mesh=mesh["shard"])`` on
     every module) and every node is a replica.  In every backward pass, per FSDP module:
 
-    1. FSDP averages the gradient over the shards' ranks, in full precision, and leaves each rank
-       its shard;
+    1. FSDP averages over the shards' ranks, in full precision, and leaves each rank its shard;
     2. the ranks that hold the same shard, one per node, average it through the compressor, with
        error feedback: FSDP does not divide by their number, the exchange does;
     3. the mean, bit-identical on all of them, becomes the gradient of the sharded parameters.
@@ -47,8 +46,7 @@ def compress_all_reduce(
 
     Micro-batches: ``set_requires_gradient_sync(False)`` accumulates without any communication.
     ``set_requires_all_reduce(False)``, which FSDP ignores for models sharded over one dimension, is
-    obeyed here: gradients are reduced inside the node and wait for the next exchange.  (Until then
-    ``grad`` is zero.)
+    obeyed here: gradients, reduced inside the node, wait for the next exchange (``grad`` is zero).
 
     Args:
         model: an FSDP2 model, also after ``torch.compile``.
@@ -57,9 +55,8 @@ def compress_all_reduce(
             that hold the same shard.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
         settings: see :func:`~comm_hooks.register`.  Residuals are those of this rank's shard: 4
-            bytes (``bits=4``: 0.53) per parameter of it.  Whether a
-            parameter is exempt depends on its whole shape, not on its shard's.  A bucket is an FSDP
-            module.
+            bytes (``bits=4``: 0.53) per parameter of it.  Whether a parameter is exempt depends on
+            its whole shape, not on its shard's.  A bucket is an FSDP module.
 
     Returns:
         The state to save, with ``stats()``.
@@ -110,13 +107,7 @@ def compress_all_reduce(
     _agree(exchange, shards, dist.get_process_group_ranks(group))
     replicas = ReplicaCheck(units, exchange.transport, shards)
     state = CompressedReduction(
-        exchange,
-        units,
-        [shards.rank],
-        loss_scale,
-        replicas,
-        [units[0].shard_group],
-        others=shards,
+        exchange, units, [shards.rank], loss_scale, replicas, [units[0].shard_group], others=shards
     )
     waiting: dict[str, torch.Tensor] = {}
     for unit in units:
@@ -156,12 +147,7 @@ def _reduce(
 
 
 def _agree(exchange: Exchange, shards: TorchDistributed, replica_ranks: list[int]) -> None:
-    """Compare the configurations of all ranks, over all nodes and shards.
-
-    Raises:
-        ConfigMismatchError: on all ranks, if any two differ.
-        ValueError: on all ranks, if replicas hold different shards.
-    """
+    """Compare configurations and shards over all ranks; raise on all of them if any differ."""
     here = [dist.get_rank(), shards.rank, replica_ranks, exchange.config()]
     node: list[Any] = shards.perform(AllGatherObject(here))
     nodes: list[list[Any]] = exchange.transport.perform(AllGatherObject(node))

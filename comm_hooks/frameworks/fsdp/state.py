@@ -29,8 +29,7 @@ class CompressedReduction:
         shards: the indices of the shards with residuals on this rank.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
         replicas: the check of the weights of other replicas; None without other replicas.
-        model_parallel_groups: groups of ranks with other parts of the model, which do not exchange
-            with each other.
+        model_parallel_groups: groups of ranks with other parts of a model, which exchange nothing.
         others: the transport between this rank and those that end a step with it, besides the
             ranks of the exchange; None if there are none.
 
@@ -67,8 +66,7 @@ class CompressedReduction:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, plain numbers and tensors, to be saved on every rank.
 
-        Save between steps: gradients that wait for an exchange (``set_requires_all_reduce(False)``)
-        are not part of it.
+        Save between steps: waiting gradients (``set_requires_all_reduce(False)``) are not in it.
         """
         return self.exchange.state_dict()
 
@@ -76,8 +74,7 @@ class CompressedReduction:
         """Restore the :meth:`state_dict` of this rank.
 
         Raises:
-            ValueError: if another rank saved the state, or it has another number of shards; nothing
-                is changed.
+            ValueError: if it is another rank's, or of another number of shards; nothing is changed.
         """
         self._check_names([state])
         self.exchange.load_state_dict(state)
@@ -90,8 +87,7 @@ class CompressedReduction:
                 see :meth:`~comm_hooks.Exchange.load_state_dicts`.
 
         Raises:
-            ValueError: if the states are of other shards, or of another number of shards; nothing
-                is changed.
+            ValueError: if states are of other shards or another number of them; nothing is changed.
         """
         self._check_names(states)
         self.exchange.load_state_dicts(states)
@@ -123,7 +119,6 @@ class CompressedReduction:
         return total.squeeze(0)
 
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` if states have residuals of shards that this rank does not hold."""
         memory = self.exchange.memory
         if memory is None:
             return

@@ -106,8 +106,7 @@ class Unit:
     ) -> tuple[list[Segment], list[torch.Tensor]]:
         """Return the segments of one shard of the flat gradient, and views of them in ``flat``.
 
-        A parameter is exempt by its whole shape: a large one is compressed even if cut into small
-        shards, a bias is not.
+        A parameter is exempt by its whole shape: a large one is compressed even in small shards.
 
         Raises:
             ValueError: if the length of ``flat`` is not that of the pieces.

@@ -1,7 +1,7 @@
 """GPU kernel: Gaussian noise from a key of 128 bits, generated where it is added.
 
-PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumPy's Philox (4x64,
-10 rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
+PyTorch's generators of GPUs have 64 bits of seed.  Here every program runs NumPy's Philox (4x64, 10
+rounds; Salmon et al., SC 2011) with a key of 128 bits and the counter of a stream, and draws the
 same words as NumPy.
 
 It does not reach 60 % of the bandwidth of a copy: float64 arithmetic takes longer than memory.

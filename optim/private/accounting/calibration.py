@@ -60,8 +60,7 @@ def noise_multiplier_for(
         spent: earlier releases, which count against the budget.
 
     Returns:
-        The noise multiplier, up to a relative excess of 1e-4; its epsilon is never above the
-        target.
+        The noise multiplier, with a relative excess up to 1e-4; epsilon is never above the target.
 
     Raises:
         ValueError: for values out of range and for a target that no noise reaches.
@@ -159,9 +158,8 @@ def max_steps(
         high *= 2
         if high > _MOST_STEPS:
             raise ValueError(
-                f"max_steps: target_epsilon {target_epsilon} lasts for more than "
-                f"{_MOST_STEPS:.0e} steps: check noise_multiplier {noise_multiplier} and "
-                f"sample_rate {sample_rate}"
+                f"max_steps: target_epsilon {target_epsilon} lasts for more than {_MOST_STEPS:.0e} "
+                f"steps: check noise_multiplier {noise_multiplier} and sample_rate {sample_rate}"
             )
     return bisect.bisect_right(
         range(1, high + 1), target_epsilon, lo=high // 2, hi=high - 1, key=epsilon

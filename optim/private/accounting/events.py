@@ -35,8 +35,7 @@ class GaussianEvent:
         checkpoint_multiplier: the fraction of the noise multiplier that protects from observers of
             single ranks' checkpoints, from 0 (no protection) to 1; None if it is not known.
         rank_multiplier: the same for observers of single ranks' messages.
-        run: the name of the run that takes these steps, as its ledger gives it; None if it is not
-            known.
+        run: the name of the run that takes these steps, as in its ledger; None if it is not known.
 
     Raises:
         ValueError: for values out of range, naming the field.

@@ -39,9 +39,8 @@ class Ledger:
 
     A run is what one process records from opening the file to its end.  Every line has a seal, a
     digest of the line and of the previous seal: in place of the dots in 3, under the key ``"seal"``
-    in 1 and 2.  Opening the file detects lines that were edited,
-    torn or removed, but not whole lines missing at the end; :meth:`reconcile` adds those that a
-    checkpoint counts.
+    in 1 and 2.  Opening the file detects lines that were edited, torn or removed, but not whole
+    lines missing at the end; :meth:`reconcile` adds those that a checkpoint counts.
 
     A line is on the disk (fsync) before :meth:`record` returns, and the caller releases afterwards.
     A last line that a crash tore counts as a step, although nothing was released: the count may be
@@ -66,7 +65,6 @@ class Ledger:
     Example::
 
         >>> from comm_hooks.optim.private.accounting import GaussianEvent
-        >>> from comm_hooks.optim.private.accounting.ledger import Ledger
         >>> ledger = Ledger(None)
         >>> ledger.record(GaussianEvent(noise_multiplier=1.0, sample_rate=0.01))
         >>> ledger.record(GaussianEvent(noise_multiplier=1.0, sample_rate=0.01))
@@ -262,7 +260,6 @@ class Ledger:
         return before + self._seal + after + b"\n"
 
     def _require_untouched(self) -> None:
-        """Raise ``PrivacyError`` if the file was deleted, replaced or changed by others."""
         if self._fd is None:
             raise ValueError(f"ledger {self.path} is closed: nothing can be recorded")
         own = os.fstat(self._fd)

@@ -27,7 +27,6 @@ class Releases:
     Example::
 
         >>> from comm_hooks.optim.private.accounting import GaussianEvent
-        >>> from comm_hooks.optim.private.accounting.releases import Releases
         >>> releases = Releases(only="local")
         >>> releases.enter(GaussianEvent(1.1, 0.01, placement="local"), "3f2a")
         >>> releases.add("local", 1.1)
@@ -100,9 +99,8 @@ class Releases:
                     f"a state was loaded that {steps} releases with noise_multiplier "
                     f"{event.noise_multiplier:g}, sample_rate {event.sample_rate:g} and placement "
                     f"{event.placement!r} have made, and the ledger has only {counted[event]} of "
-                    f"them: epsilon would be too small. Pass the ledger of the "
-                    "run that saved the state to PrivacyEngine, or load the state_dict() of its "
-                    "PrivacyEngine"
+                    "them: epsilon would be too small. Pass the ledger of the run that saved the "
+                    "state to PrivacyEngine, or load the state_dict() of its PrivacyEngine"
                 )
         self._counted_by = ledger.run
 

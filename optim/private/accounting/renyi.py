@@ -39,8 +39,7 @@ def renyi_divergences(
     Everything is in logarithms, in float64.
 
     Args:
-        noise_multiplier: sigma, positive; below 1e-6 it counts as no noise, which costs infinity,
-            and above 1e6 as 1e6.
+        noise_multiplier: sigma, positive; below 1e-6 no noise (infinity), above 1e6 as 1e6.
         sample_rate: q, from 0 to 1.
         orders: the orders a, all greater than 1.
 
@@ -49,7 +48,6 @@ def renyi_divergences(
 
     Example::
 
-        >>> from comm_hooks.optim.private.accounting.renyi import renyi_divergences
         >>> renyi_divergences(2.0, 1.0, (4.0, 16.0))
         array([0.5, 2. ])
     """

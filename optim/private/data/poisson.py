@@ -43,8 +43,7 @@ _KEPT = [
 class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
     """A sampler of batches that contain each index with probability q, independently of all others.
 
-    Batches have about ``q num_samples`` indices; some are empty, and an empty batch is a step like
-    all others.
+    Batches have about ``q num_samples`` indices; some are empty, which are steps as well.
 
     The drawn samples must be secret.  So every batch is drawn from its own stream of a
     :class:`~comm_hooks.optim.private.Secret`, not from PyTorch's generators: ranks that have set
@@ -58,12 +57,10 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
         rank: the number of this rank, which distinguishes ranks that share a secret.
 
     Raises:
-        ValueError: if ``sample_rate`` is not in (0, 1], or ``num_samples`` or ``steps`` is not
-            positive.
+        ValueError: for a ``sample_rate`` out of (0, 1], or ``num_samples`` or ``steps`` below 1.
 
     Example::
 
-        >>> from comm_hooks.optim.private.data.poisson import PoissonSampler
         >>> sampler = PoissonSampler(num_samples=1000, sample_rate=0.01, steps=300)
         >>> len(sampler), sum(len(indices) for indices in sampler) > 2000
         (300, True)
@@ -141,16 +138,14 @@ class PoissonLoader(DataLoader[Any]):
 
     Raises:
         ValueError: for a dataset without a length, with fewer samples than ranks, or with a row
-            twice (in ``Subset`` or ``ConcatDataset``); for a rate
-            or number of steps out of range; for an option that would determine the batches; for
-            batches without tensors of one row per sample; and for a ``collate_fn`` that does not
-            make one row of each sample.
+            twice (in ``Subset`` or ``ConcatDataset``); for a rate or number of steps out of range;
+            for an option that would determine the batches; for batches without tensors of one row
+            per sample; and for a ``collate_fn`` that does not make one row of each sample.
 
     Example::
 
         >>> import torch
         >>> from torch.utils.data import TensorDataset
-        >>> from comm_hooks.optim.private.data.poisson import PoissonLoader
         >>> dataset = TensorDataset(torch.randn(500, 8), torch.randint(10, (500,)))
         >>> loader = PoissonLoader(dataset, sample_rate=0.02, steps=25)
         >>> for inputs, labels in loader:  # about 10 samples each
@@ -240,7 +235,6 @@ def private_loader(
 
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> from comm_hooks.optim.private.data.poisson import private_loader
         >>> usual = DataLoader(TensorDataset(torch.randn(500, 8)), batch_size=10, shuffle=True)
         >>> loader = private_loader(usual, sample_rate=0.02)
         >>> len(loader)

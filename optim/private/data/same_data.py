@@ -25,8 +25,7 @@ SAMPLES = 64
 def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     """Compare the lengths and some samples of the ranks' data sets.
 
-    Each of N ranks takes every N-th sample.  If the data sets differ, a sample could be on two
-    ranks and count twice.
+    Each of N ranks takes every N-th sample: if data sets differ, a sample could count twice.
 
     1. lengths are compared
     2. ranks agree on a secret key, and on random indices that follow from it

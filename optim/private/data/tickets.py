@@ -34,13 +34,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Drawn:
-    """A batch as the loader gave it.
-
-    Attributes:
-        leaves: its tensors; empty if they are not kept.
-        read: reads samples of it again, by their rows.
-        rows: the number of its samples.
-    """
+    """A batch as the loader gave it: its tensors, if they are kept, and a function to read rows."""
 
     leaves: Sequence[torch.Tensor]
     read: Callable[[Sequence[int]], Any]

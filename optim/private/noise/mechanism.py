@@ -31,8 +31,7 @@ class Released:
 
     Attributes:
         tensors: the mean by parameter name, float32.
-        noise_variance: the variance of the noise in one coordinate; None if compression makes it
-            unknown.
+        noise_variance: the noise's variance in a coordinate; None if compression makes it unknown.
     """
 
     tensors: dict[str, torch.Tensor]

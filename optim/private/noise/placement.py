@@ -135,8 +135,7 @@ def judge(scheme: Scheme) -> Verdict:
     """Return the guarantee of a scheme, after a check of all rules of noise placement.
 
     Raises:
-        PrivacyError: for a scheme that is not private; the message names the rule and a valid
-            alternative.
+        PrivacyError: for a scheme that is not private, with the rule and a valid alternative.
 
     Not supported, and refused where they would be needed: integer mechanisms under secure
     aggregation (rule 14), noise on the factors of PowerSGD (rule 15), clipping norms that adapt
@@ -147,7 +146,6 @@ def judge(scheme: Scheme) -> Verdict:
     Example::
 
         >>> from comm_hooks import RandomK, TopK
-        >>> from comm_hooks.optim.private.noise.placement import Scheme, judge
         >>> mask = RandomK(density=0.1, unbiased=False)
         >>> judge(Scheme(place="shares", compressor=mask, world_size=4)).peer_multiplier
         0.5

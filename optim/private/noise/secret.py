@@ -39,8 +39,7 @@ class Secret(Unrepeatable):
     keeps 32 bits of a seed: one released step tells which.)
 
     Args:
-        key: any bytes; by default 32 from :func:`os.urandom`.  Ranks that must draw the same
-            numbers share a key.
+        key: any bytes; by default 32 from :func:`os.urandom`.  Ranks that draw the same share it.
 
     Example::
 

@@ -56,8 +56,7 @@ class AdaDPS(PublicDescent):
     ``momentum_buffer`` (b) with momentum.  Side information is no state: pass it again.
 
     Raises:
-        ValueError: for side information or public gradients that do not fit the parameters or are
-            not finite.
+        ValueError: for side information or public gradients that do not fit or are not finite.
 
     Example::
 

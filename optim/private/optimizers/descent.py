@@ -18,14 +18,7 @@ from comm_hooks.optim.base import (
     widened,
 )
 from comm_hooks.optim.hyperparameters import check_hyperparameters
-from comm_hooks.optim.moments import (
-    average_,
-    average_squares_,
-    descend_,
-    momentum_,
-    roots,
-    zeros,
-)
+from comm_hooks.optim.moments import average_, average_squares_, descend_, momentum_, roots, zeros
 from comm_hooks.optim.private.gradients.clipping import PublicTransform
 from comm_hooks.requirements import require_callable, require_choice, require_kind, require_within
 
@@ -54,8 +47,7 @@ class NoisedOptimizer(ExactStateOptimizer):
     step is deterministic: ranks with equal parameters, state and gradients stay equal bit for bit.
 
     Args:
-        params: parameters, named parameters or parameter groups; a group may have its own value of
-            any number below.
+        params: parameters, named or not, or groups; a group may have its own value of any number.
         lr: learning rate.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator.
@@ -69,8 +61,7 @@ class NoisedOptimizer(ExactStateOptimizer):
 
     Raises:
         ValueError: for hyperparameters out of range; for sparse or complex gradients; for a state
-            of another optimizer; for public gradients that do not fit the parameters or are not
-            finite.
+            of another optimizer; for public gradients that do not fit or are not finite.
         RuntimeError: from :meth:`step` of an optimizer that scales gradients, if :meth:`transform`
             was not called for this step.
 
@@ -202,7 +193,6 @@ class Descent(BatchedOptimizer, NoisedOptimizer):
         return self.state[parameter].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
     def _count(self, parameters: Tensors) -> list[int]:
-        """Add 1 to the number of steps of each parameter, and return these numbers."""
         counts = [self._steps(p) for p in parameters]
         torch._foreach_add_(counts, 1)
         return [int(count) for count in counts]
@@ -245,7 +235,6 @@ class PublicDescent(Descent):
                 )
 
     def _observe(self) -> None:
-        """Update ``public_exp_avg_sq`` and ``public_exp_avg`` with new public gradients."""
         if self._public_gradients is None:
             return
         self._public = in_order(self, "public_gradients", self._public_gradients())

@@ -45,8 +45,7 @@ class DP2(Descent):
     Args:
         params, weight_decay: see :class:`~comm_hooks.optim.private.NoisedOptimizer`.
         lr: learning rate of the first phase.
-        lr_ratio: the learning rate of the second phase over ``lr``, positive; a scheduler of ``lr``
-            changes both.
+        lr_ratio: the second phase's learning rate over ``lr``, positive; schedulers change both.
         clip_ratio: the clipping norm of the second phase over that of the first; positive.
         sgd_steps: the number of steps of the first phase (the paper's s_1), at least 1.
         preconditioned_steps: the number of steps of the second phase (s_2), at least 1.

@@ -33,12 +33,8 @@ class DPSGD(Descent):
 
     Example::
 
-        >>> import torch
         >>> from comm_hooks.optim.private import DPSGD
         >>> optimizer = DPSGD(model.named_parameters(), lr=0.5, momentum=0.9)
-        >>> for p in model.parameters():  # the engine does this
-        ...     p.grad = 0.01 * torch.randn_like(p)
-        >>> optimizer.step()
     """
 
     def __init__(
@@ -86,9 +82,6 @@ class DPRMSProp(Descent):
 
         >>> from comm_hooks.optim.private import DPRMSProp
         >>> optimizer = DPRMSProp(model.named_parameters(), lr=1e-3)
-        >>> for p in model.parameters():  # the engine does this
-        ...     p.grad = 0.01 * torch.randn_like(p)
-        >>> optimizer.step()
     """
 
     _beta_count = 1

@@ -81,8 +81,7 @@ def mean_tf_idf(documents: torch.Tensor) -> torch.Tensor:
     """Return each token's TF-IDF score, the mean over public documents.
 
     The term frequency is a token's share of a document's tokens, the inverse document frequency
-    ln(D / documents that have it), as in the published code of AdaDPS (but for the base of the
-    logarithm, a factor).
+    ln(D / documents that have it), as in the published code of AdaDPS (up to the logarithm's base).
 
     Args:
         documents: the count of each of V tokens in each of D documents, shape (D, V).
@@ -137,8 +136,7 @@ class PublicGradients:
 
     Args:
         model: the model that is trained; may be a ``DistributedDataParallel``.
-        loss_function: a function of the unwrapped model and a batch that returns the loss of each
-            sample, or their mean.
+        loss_function: returns each sample's loss, or the mean, of the unwrapped model and a batch.
         batches: public batches; iterated over again when they end.
 
     Raises:
@@ -153,10 +151,7 @@ class PublicGradients:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_function: LossFunction,
-        batches: Iterable[Any],
+        self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]
     ) -> None:
         require_kind(self, "model", model, nn.Module)
         require_callable(self, "loss_function", loss_function)
