@@ -86,6 +86,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.releases = releases
         self._enter = enter
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
+        self._tickets.has_steps = True
         self._model = model
         self._padding = padding
         self._raw = _RawGradients(gradients.parameters)

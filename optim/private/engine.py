@@ -461,6 +461,8 @@ class PrivacyEngine:
         (The argument is not the owner of these counts, which holds this function: a reference
         cycle would keep the ledger locked.)
         """
+        for releases in continued:
+            releases.needs_entry = True
 
         def enter() -> None:
             ledger = self._opened()

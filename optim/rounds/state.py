@@ -125,8 +125,11 @@ class RoundsState:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the parameters, which may be new, to the shared model; only before any step."""
-        if self.clock.steps == self.round_index == 0:
+        """Copy the parameters, which may be new, to the shared model; only before any step.
+
+        Not while clients take turns: what one of them has changed is not the shared model.
+        """
+        if self.clock.steps == self.round_index == 0 and not self.is_round_open:
             self.model.begin_at_live()
 
     def share_buffers(self, module: nn.Module) -> None:

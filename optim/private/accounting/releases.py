@@ -23,6 +23,7 @@ class Releases:
 
     Attributes:
         steps: the number of steps of each event.
+        needs_entry: whether each release must have been entered before.
 
     Example::
 
@@ -42,6 +43,7 @@ class Releases:
         self.steps: Counter[GaussianEvent] = Counter()
         self._only = only
         self._entered: GaussianEvent | None = None
+        self.needs_entry = False
         self._counted_by: str | None = None
 
     def enter(self, event: GaussianEvent, run: str) -> None:
@@ -49,7 +51,16 @@ class Releases:
         self._entered = replace(event, run=run)
 
     def add(self, placement: str, noise_multiplier: float) -> None:
-        """Count one more release; without an entry in a ledger, as of every sample."""
+        """Count one more release; without an entry in a ledger, as of every sample.
+
+        Raises:
+            PrivacyError: without an entry, if :attr:`needs_entry`.
+        """
+        if self._entered is None and self.needs_entry:
+            raise PrivacyError(
+                "this release would not be in the ledger: take steps with the optimizer that "
+                "make_private() returned, and do not call its mechanism"
+            )
         event = self._entered or GaussianEvent(noise_multiplier, 1.0, placement=placement)
         self._entered = None
         self.steps[event] += 1

@@ -116,6 +116,8 @@ class Tickets:
         self._are_checked = are_checked
         self._waiting: deque[Ticket] = deque()
         self._drawn: dict[Ticket, _Drawn] = {}
+        self.has_steps = False
+        """Whether an optimizer takes steps with these batches."""
         # Of the step in progress.
         self._current: Ticket | None = None
 
@@ -125,7 +127,18 @@ class Tickets:
         return self._current is not None
 
     def start(self) -> None:
-        """Begin another iteration of the loader, and drop the tickets of unused batches."""
+        """Begin another iteration of the loader.
+
+        Raises:
+            PrivacyError: if batches were delivered and not used.
+        """
+        if self._waiting and self.has_steps:
+            raise PrivacyError(
+                f"PoissonLoader: {len(self._waiting)} drawn batches were taken from the loader and "
+                "not used, and a new iteration would drop them. Which samples are in a step may "
+                "not depend on what the batches hold: use every batch, also an empty one; look at "
+                "samples in loader.dataset"
+            )
         self._waiting.clear()
         self._drawn.clear()
 
@@ -177,8 +190,7 @@ class Tickets:
             raise PrivacyError(
                 f"DPOptimizer: the next drawn batch has {turn.rows} samples, and the batch that "
                 f"was passed has {rows} or is another batch: use every drawn batch, whole and in "
-                "order. An empty batch is a step, too. To leave out the other batches, begin a new "
-                "iteration of the loader"
+                "order. An empty batch is a step, too"
             )
         _mark(leaves, turn)
         self._current = turn

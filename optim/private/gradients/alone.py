@@ -23,6 +23,9 @@ from comm_hooks.optim.private.random_states import random_states_kept
 RATE = 64
 """One of so many batches is looked at, besides the first of each kind."""
 
+_READINGS = 32
+"""So often a sample is read that is not as in its batch, before it is no random one."""
+
 # Roundings of coarser dtypes turn some activations off or on, and with them parts of a gradient.
 _COARSE = 1e-4
 # Neither the program's generators, whose numbers would change, nor numbers that others know.
@@ -89,6 +92,7 @@ class AloneCheck:
         self._losses = losses
         self._parameters = parameters
         self._kinds: set[Any] = set()
+        self._looking_at: Any = None
         self._is_comparable: bool | None = None
         self._has_warned = False
         self._replay = Replay(parameters)
@@ -122,7 +126,7 @@ class AloneCheck:
             self._is_comparable = self._find_mode(self._sample(leaves, structure, rows[0], None))
         if not self._is_comparable:
             return []
-        self._kinds.add(kind)
+        self._looking_at = kind
         samples = [self._sample(leaves, structure, row, read) for row in rows]
         self._warn_of_equal(samples)
         with self.mode():
@@ -154,17 +158,22 @@ class AloneCheck:
                     "whole batch; and every layer must get the samples in the order of the batch, "
                     "and use its weights itself"
                 )
+        self._kinds.add(self._looking_at)  # now, not before: a batch that failed may be tried again
 
     def _sample(
         self, leaves: Sequence[torch.Tensor], structure: Any, row: int, read: Read | None
     ) -> Any:
         """Return a sample as a batch of its own: read again, or its row where that is random."""
+        own = pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
         if read is not None:
             with random_states_kept(self._replay.devices):
-                one, again = read(row), read(row)
-            if _equal(one, again):
-                return one
-        return pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
+                one = read(row)
+                if _equal(one, own):
+                    return own
+                # A sample that is flipped by chance may come out alike a few times.
+                if all(_equal(one, read(row)) for _ in range(_READINGS)):
+                    return one
+        return own
 
     def _warn_of_equal(self, samples: Sequence[Any]) -> None:
         """Warn, once, of equal samples; to refuse them would depend on private data."""
@@ -200,6 +209,7 @@ class AloneCheck:
     def _alone(self, sample: Any, row: int) -> Alone:
         with self._replay.once():
             loss = self._losses(sample, 1).sum()
+            self._require_no_others(loss)
             gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
             if loss.requires_grad:
                 gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -207,6 +217,24 @@ class AloneCheck:
         return Alone(
             row, float(loss.detach()), [torch.zeros_like(p) if g is None else g for g, p in pairs]
         )
+
+    def _require_no_others(self, loss: torch.Tensor) -> None:
+        """Raise if a loss trains parameters outside of the model: no step clips or noises them."""
+        known, seen = set(self._parameters), set()
+        waiting = [loss.grad_fn]
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and leaf not in known:
+                raise PrivacyError(
+                    f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not in "
+                    "the model, or was unfrozen: its gradient would be neither clipped nor noised. "
+                    "Make one module of all that is trained, and freeze the rest"
+                )
+            waiting += [following for following, _ in node.next_functions]
 
     def _differ(self, one: Alone, other: Alone, usual: float = 0.0) -> bool:
         """Return whether losses or gradients differ, whose norm is usually of this size."""

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.gradients.alone import AloneCheck
 from comm_hooks.optim.private.gradients.clipping import LossFunction, SampleClipper
+from comm_hooks.optim.private.gradients.model_checks import unwritten_parameters
 from comm_hooks.requirements import require_callable, require_positive
 
 
@@ -51,6 +53,7 @@ class BatchClipper(SampleClipper):
         self._model = model
         self._loss_function = loss_function
         self.micro_batch_size = micro_batch_size
+        self._is_first = True
         self._check = AloneCheck(model, self._losses, self.parameters, keeps_layers=self._has_hooks)
 
     def samples_in(self, batch: Any) -> int:
@@ -107,9 +110,11 @@ class BatchClipper(SampleClipper):
 
     def _add_batch(self, batch: Any, size: int, read: Read | None) -> torch.Tensor:
         """Add the clipped gradients of a micro-batch; return its losses, ``(size,)``, detached."""
-        self._look_at(batch, size)
-        alone = self._check.differentiate(batch, read)
-        losses, gradients = self._differentiate(batch, size)
+        with unwritten_parameters(self._model) if self._is_first else nullcontext():
+            self._look_at(batch, size)
+            alone = self._check.differentiate(batch, read)
+            losses, gradients = self._differentiate(batch, size)
+        self._is_first = False
         if alone and self._check.modules:
             with self._check.mode():
                 self._check.compare(alone, *self._differentiate(batch, size))

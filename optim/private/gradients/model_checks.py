@@ -170,6 +170,31 @@ def unwritten_buffers(model: nn.Module) -> Iterator[None]:
         )
 
 
+@contextmanager
+def unwritten_parameters(model: nn.Module) -> Iterator[None]:
+    """Refuse other values of a model's parameters after the context, and restore them.
+
+    For the first pass, in which some modules initialize themselves by their inputs.
+
+    Raises:
+        PrivacyError: at the end of the context, if a parameter has changed.
+    """
+    before = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
+    try:
+        yield
+    finally:
+        changed = [(name, p, value) for name, p, value in before if not torch.equal(p, value)]
+        with torch.no_grad():
+            for _, p, value in changed:
+                p.copy_(value)
+    if changed:
+        raise PrivacyError(
+            "the first forward pass writes to parameters, which would be computed from samples "
+            f"without noise: {', '.join(name for name, *_ in changed)}. Initialize them by public "
+            "data"
+        )
+
+
 def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return module.named_buffers(recurse=False)
 

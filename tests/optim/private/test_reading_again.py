@@ -270,7 +270,6 @@ def test_the_samples_that_are_read_again_are_those_of_the_batch() -> None:
         sample_rate=0.25,
         expected_batch_size=12,
     )
-    next(iter(loader))  # an iteration that is not finished
     for batch in loader:
         tickets = optimizer._tickets
         tickets.admit(len(batch[0]), batch)

@@ -1,0 +1,134 @@
+"""Loops that gave one sample more than its bound, or told too small an epsilon, in silence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from comm_hooks import Exchange
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim import FedAvg
+from comm_hooks.optim.private import PrivacyEngine, PrivacyError
+from tests.optim.private.test_tickets import dataset, forever, loss_function, private, steps_of
+
+MODES = ["functorch", "hooks"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_that_was_refused_is_refused_again(mode: str) -> None:
+    def centred(samples: list[Any]) -> Any:
+        inputs, labels = default_collate(samples)
+        return inputs - inputs.mean(0), labels
+
+    loader = DataLoader(dataset(), collate_fn=centred)
+    _, optimizer, batches = private(data_loader=loader, grad_sample_mode=mode)
+    batch = next(iter(batches))
+    for _ in range(3):
+        with pytest.raises(PrivacyError):
+            optimizer.backward(batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_samples_that_are_flipped_by_chance_train(mode: str, rate: float) -> None:
+    class Flipped(Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            inputs = dataset()[index][0]
+            return (inputs.flip(0) if torch.rand(()) < rate else inputs), index % 3
+
+    _, optimizer, loader = private(data_loader=DataLoader(Flipped()), grad_sample_mode=mode)
+    for _, batch in zip(range(40), forever(loader), strict=False):
+        optimizer.backward(batch)
+        optimizer.step()
+
+
+def test_a_batch_that_was_taken_cannot_be_dropped() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    batches = iter(loader)
+    first = next(batches)
+    optimizer.backward(first)
+    optimizer.step()
+    next(batches)
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=r"1 drawn batches were taken .* and not used"):
+            next(iter(loader))
+    assert steps_of(engine) == 1
+
+
+def test_what_is_released_is_in_the_ledger() -> None:
+    engine = PrivacyEngine()
+    _, optimizer, loader = private(engine)
+    optimizer.backward(next(iter(loader)))
+    optimizer.step()
+    sums = {"weight": torch.zeros(3, 6), "bias": torch.zeros(3)}
+    with pytest.raises(PrivacyError, match="this release would not be in the ledger"):
+        optimizer.mechanism.release(sums)
+    assert steps_of(engine) == 1
+
+
+class Initializes(nn.Module):
+    """Starts with the mean of its first inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_new = nn.Linear(6, 3), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_new:
+            self.is_new = False
+            self.layer.bias.data += x.detach().mean()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_are_not_computed_from_samples(mode: str) -> None:
+    model = Initializes()
+    before = model.layer.bias.detach().clone()
+    _, optimizer, loader = private(model=model, grad_sample_mode=mode)
+    with pytest.raises(PrivacyError, match="the first forward pass writes to parameters"):
+        optimizer.backward(next(iter(loader)))
+    assert torch.equal(model.layer.bias, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_outside_of_the_model_are_refused(mode: str) -> None:
+    head = nn.Linear(3, 3)
+
+    def with_head(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_function(nn.Sequential(model, head), batch)
+
+    _, optimizer, loader = private(loss_function=with_head, grad_sample_mode=mode)
+    with pytest.raises(PrivacyError, match=r"a parameter of shape \(3, 3\) that is not in the mod"):
+        optimizer.backward(next(iter(loader)))
+
+
+def of_first_client(value: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    participation = PrivacyEngine().private_participation(
+        clients=3, sample_rate=1.0, noise_multiplier=1e-9, max_norm=1.0
+    )
+    exchange = Exchange(Identity(), transport=Simulated(1)[0])
+    rounds = FedAvg(model.named_parameters(), exchange, lr=1e-3, participation=participation)
+    for client in rounds.clients():
+        inputs = torch.full((8, 4), value if client == 0 else 1.0)
+        own = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in (own.step, rounds.step):
+            own.zero_grad()
+            model(inputs).sum().backward()
+            step()
+        rounds.zero_grad()
+    leaves = torch.utils._pytree.tree_leaves(rounds.release_state_dict())
+    return torch.cat([leaf.flatten() for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def test_the_first_turn_of_clients_has_its_bound_as_well() -> None:
+    moved = float((of_first_client(50.0) - of_first_client(-50.0)).norm())
+    assert moved <= 2 / 3 * (1 + 1e-3)
