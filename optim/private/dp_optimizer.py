@@ -85,6 +85,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self.mechanism = mechanism
         self.releases = releases
         self._enter = enter
+        if tickets is not None:
+            require_kind(self, "tickets", tickets, Tickets)
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
         self._tickets.has_steps = True
         self._model = model

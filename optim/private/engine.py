@@ -486,11 +486,15 @@ class PrivacyEngine:
                         "released nothing"
                     )
                 self._steps_left[event] -= 1
-            self._opened().record(event)
+            self._record(event)
             for releases in continued:
                 releases.enter(event, ledger.run)
 
         return enter
+
+    def _record(self, event: GaussianEvent) -> None:
+        """Write a release to the ledger; the audit of scripts observes it."""
+        self._opened().record(event)
 
 
 def _dense_exchange() -> Exchange:

@@ -88,7 +88,7 @@ def one_rank_alone(placement: str, factor: float, kind: str) -> list[tuple[float
     return norms
 
 
-@pytest.mark.parametrize("placement", ["central", "local", "shares", "aggregate"])
+@pytest.mark.parametrize("placement", by_default(["central", "aggregate"], ["local", "shares"]))
 @pytest.mark.parametrize(
     ("factor", "kind"),
     [
@@ -162,7 +162,7 @@ def accounted(placement: str, settings: dict[str, Any]) -> tuple[float, list[str
     return epsilon, errors, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(("placement", "settings"), PLACED)
+@pytest.mark.parametrize(("placement", "settings"), by_default(PLACED[1::2], PLACED[::2]))
 def test_every_pass_is_in_the_ledger_and_the_budget_ends_it_on_all_ranks(
     ranks_of: RanksOf, placement: str, settings: dict[str, Any]
 ) -> None:
