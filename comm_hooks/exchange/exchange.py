@@ -451,7 +451,7 @@ class Exchange:
                 mean=self.buckets.mean_of(bucket) if waits and uses_memory else None,
             )
             dtype = dtype or tensors[0].dtype
-            # Noised vectors are rounded to 16 bits where the placement allows it, or not at all.
+            # Rounding to 16 bits on each rank would spoil shares of noise.
             is_exact = _FLOATS if self.gate else exact(dtype)
             route = self._route(bucket, compress, noise_hook, is_exact)
             self._traffic.sent += route.traffic

@@ -294,9 +294,9 @@ class ExchangeSettings:
         }
 
 
-def require_plain_gradients(loss_scale: object, start_compression_step: int) -> None:
+def require_plain_gradients(is_scaled: bool, start_compression_step: int) -> None:
     """Raise ``ValueError`` for steps in which private gradients would not be bounded."""
-    if loss_scale is not None:
+    if is_scaled:
         raise ValueError(
             "private: gradients multiplied by a loss scale are not supported: use bfloat16, which "
             "needs no GradScaler"

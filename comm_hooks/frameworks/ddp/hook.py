@@ -529,7 +529,7 @@ def register(
         start_compression_step=start_compression_step,
     )
     if private is not None:
-        require_plain_gradients(state.loss_scale, start_compression_step)
+        require_plain_gradients(state.loss_scale is not None, start_compression_step)
         check_private_options(ddp)
         private.attach(state.exchange, ddp.module)
         state.private = private

@@ -194,8 +194,7 @@ def attach(engine: Any, settings: EngineSettings) -> EngineCompression | None:
         )
         private = settings.private
         if private is not None:
-            scaled = bool(engine.fp16_enabled()) or None
-            require_plain_gradients(scaled, start)
+            require_plain_gradients(bool(engine.fp16_enabled()), start)
             private.attach(exchange, engine.module)
             private.prepare(engine.basic_optimizer)
         reductions.replace(engine, exchange, start)

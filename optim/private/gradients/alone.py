@@ -18,7 +18,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
 from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated, norm_of
 from comm_hooks.optim.private.gradients.replay import Replay
-from comm_hooks.optim.private.random_states import random_states_kept
+from comm_hooks.optim.private.random_states import random_states, random_states_kept
 
 RATE = 64
 """One of so many batches is looked at, besides the first of each kind."""
@@ -59,9 +59,8 @@ class AloneCheck:
        before.
 
     This is done with the first batch of every kind (dtypes, and shapes within a factor of two), and
-    with one of :data:`RATE` others, drawn at random.  A loss that changes with the state of the
-    random number generators is looked at with dropout, or if needed all modules, in ``eval()``
-    mode.
+    with one of :data:`RATE` others, drawn at random.  A loss that draws random numbers is looked at
+    with dropout, or if needed all modules, in ``eval()`` mode.
 
     A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs; of
     gradients of 16 bits (and TF32) half of the norm.
@@ -120,12 +119,12 @@ class AloneCheck:
         if not is_first and _random.randrange(RATE):
             return []
         rows = _random.sample(range(size), min(size, 2))
-        if is_first:
-            rows = list(dict.fromkeys([*_outstanding(leaves), *rows]))
         if self._is_comparable is None:
             self._is_comparable = self._find_mode(self._sample(leaves, structure, rows[0], None))
         if not self._is_comparable:
             return []
+        if is_first:
+            rows = list(dict.fromkeys([*_outstanding(leaves), *rows]))
         self._looking_at = kind
         samples = [self._sample(leaves, structure, row, read) for row in rows]
         self._warn_of_equal(samples)
@@ -167,11 +166,16 @@ class AloneCheck:
         own = pytree.tree_unflatten([leaf[row : row + 1] for leaf in leaves], structure)
         if read is not None:
             with random_states_kept(self._replay.devices):
-                one = read(row)
+                before = random_states(self._replay.devices)
+                one, again = read(row), read(row)
                 if _equal(one, own):
-                    return own
+                    return one
+                pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(own), strict=True)
+                is_padded = any(a.shape != b.shape for a, b in pairs)
                 # A sample that is flipped by chance may come out alike a few times.
-                if all(_equal(one, read(row)) for _ in range(_READINGS)):
+                is_sure = is_padded and random_states(self._replay.devices) == before
+                more = range(0 if is_sure else _READINGS)
+                if _equal(one, again) and all(_equal(one, read(row)) for _ in more):
                     return one
         return own
 

@@ -65,9 +65,7 @@ class ClippedSum:
 
         Its norm is at most the sum of theirs, and of one gradient it is that gradient's.
         """
-        norm = math.hypot(
-            *(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in self.tensors)
-        )
+        norm = float(sample_norms([tensor[None] for tensor in self.tensors]))
         most = self.samples * max_grad_norm
         bound = most if self.bound is None else min(self.bound, most)
         rounding = _SUM_ROUNDING * most
@@ -222,7 +220,7 @@ class SampleClipper(Settled, ClippedGradients):
         for total, gradient in zip(self._sums, gradients, strict=True):
             total.view(-1).addmv_(_rows(gradient).T, factors.to(gradient.device))
         not_finite = len(finite) - samples
-        self._bound = self._bound + (norms * factors).sum().cpu()
+        self._bound = self._bound + (norms * factors).sum()
         self._samples += samples
         self._not_finite += not_finite
         if not_finite and not self._warned:

@@ -100,7 +100,8 @@ class IndependenceProbe:
         self._compare_replaced(few)
         for modules in ([], dropouts_of(self._model), list(self._model.modules())):
             with evaluated(modules):
-                if not self._is_random(few):
+                self._seen(few)
+                if not self._replay.has_drawn:
                     self._compare_left_out(few, leaves)
                     break
         self._has_seen = True
@@ -133,16 +134,10 @@ class IndependenceProbe:
         if len(leaves[0]) > len(few[0]):
             self._require_same(self._seen(leaves, range(len(few[0]))), self._seen(few))
 
-    def _is_random(self, rows: list[torch.Tensor]) -> bool:
-        once, again = (self._seen(rows, draws_before=draws) for draws in (0, 17))
-        return self._differ(once, again, self._replay.epsilon)
-
     def _seen(
         self,
         leaves: list[torch.Tensor],
         kept: Sequence[int] | None = None,
-        *,
-        draws_before: int = 0,
     ) -> list[torch.Tensor]:
         """Return the losses of the ``kept`` rows, and the gradient of their weighted sum.
 
@@ -150,7 +145,7 @@ class IndependenceProbe:
         """
         size = len(leaves[0])
         weights = 1 + torch.rand(size, generator=torch.Generator().manual_seed(0))
-        with self._replay.once(draws_before):
+        with self._replay.once():
             batch = pytree.tree_unflatten(leaves, self._structure)
             losses = sample_losses(self._model, self._loss_function, batch, size)
             chosen = losses if kept is None else losses[list(kept)]

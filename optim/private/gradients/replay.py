@@ -33,20 +33,13 @@ class Replay:
                 self.epsilon = max(self.epsilon, 2.0**-10)  # TF32
 
     @contextmanager
-    def once(self, draws_before: int = 0) -> Iterator[None]:
-        """Return the context of a pass, which keeps the generators of random numbers as they are.
-
-        Args:
-            draws_before: the random numbers that are drawn first, so that a pass that draws some
-                gives another result.
-        """
+    def once(self) -> Iterator[None]:
+        """Return the context of a pass, which keeps the random number generators as they are."""
         with (
             random_states_kept(self.devices),
             torch.enable_grad(),
             saved_tensors_hooks(self.note, lambda tensor: tensor),
         ):
-            for device in (torch.device("cpu"), *self.devices):
-                torch.rand(draws_before, device=device)
             before = random_states(self.devices)
             yield
             self.has_drawn = random_states(self.devices) != before
