@@ -27,6 +27,7 @@ def local_shards(params: Any) -> Any:
 
     Example::
 
+        >>> from comm_hooks.shards import local_shards
         >>> [p is q for p, q in zip(local_shards(model.parameters()), model.parameters())]
         [True, True]
     """

@@ -41,6 +41,7 @@ def attach_shared_model(module: nn.Module, rounds: Any) -> None:
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.shared_model import attach_shared_model
         >>> from comm_hooks.optim import LocalRounds
         >>> inner = torch.optim.SGD(model.named_parameters(), lr=1.0)
         >>> rounds = LocalRounds(inner, Exchange(TopK(), ErrorFeedback()), local_steps=8)
@@ -80,6 +81,7 @@ def show_model(module: nn.Module, *, shared: bool) -> None:
     Example::
 
         >>> from comm_hooks import register
+        >>> from comm_hooks.shared_model import show_model
         >>> from comm_hooks.optim import low_communication
         >>> rounds = low_communication(model.named_parameters(), lr=0.01, bits_per_parameter=8.0)
         >>> _ = register(model, rounds)

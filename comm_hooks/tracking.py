@@ -38,6 +38,7 @@ class StatsLogger:
     Example::
 
         >>> from comm_hooks import register
+        >>> from comm_hooks.tracking import StatsLogger
         >>> state = register(ddp_model, "topk")
         >>> watch = StatsLogger(state, lambda values, step: print(step, sorted(values)[:2]))
         >>> watch.log(step=50, loss=2.5)

@@ -50,6 +50,7 @@ class Muon(BatchedOptimizer):
 
     Example::
 
+        >>> from comm_hooks.optim.muon import Muon
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> optimizer = Muon(layer.parameters(), lr=1e-3)
         >>> layer(torch.ones(1, 8)).square().sum().backward()

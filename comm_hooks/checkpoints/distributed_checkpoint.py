@@ -34,6 +34,7 @@ class RankStates:
         >>> import tempfile
         >>> import torch.distributed.checkpoint as dcp
         >>> from comm_hooks import register
+        >>> from comm_hooks.checkpoints.distributed_checkpoint import RankStates
         >>> state = register(ddp_model, "topk")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = dcp.save({"hook": RankStates(state)}, checkpoint_id=folder)

@@ -27,6 +27,7 @@ class OptimizerState:
     Example::
 
         >>> from comm_hooks import Exchange, Sign, skip_hook
+        >>> from comm_hooks.checkpoints.optimizer_state import OptimizerState
         >>> from comm_hooks.optim import LocalVarianceAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> state = OptimizerState(LocalVarianceAdam(model.named_parameters(), Exchange(Sign())))

@@ -40,6 +40,7 @@ def save_rank_file(
 
         >>> import tempfile
         >>> from comm_hooks import register
+        >>> from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
         >>> state = register(ddp_model, "topk")
         >>> with tempfile.TemporaryDirectory() as checkpoint:
         ...     save_rank_file(state, checkpoint)

@@ -65,6 +65,7 @@ class CompressionCallback(Callback):
     Example::
 
         >>> import torch
+        >>> from comm_hooks.frameworks.lightning import CompressionCallback
         >>> callback = CompressionCallback("topk", density=1 / 64)
         >>> callback.state is None
         True

@@ -65,6 +65,7 @@ class OneBitAdam(FreezingOptimizer):
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, Sign, skip_hook
+        >>> from comm_hooks.optim.published.one_bit_adam import OneBitAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> sign = Sign(block_size=None, scale="rms")
         >>> exchange = Exchange(sign, memory=ErrorFeedback(), collective="sharded")

@@ -94,6 +94,7 @@ class ZeroOneAdam(ExchangingOptimizer):
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, Sign, skip_hook
+        >>> from comm_hooks.optim.published.zero_one_adam import ZeroOneAdam
         >>> ddp_model.register_comm_hook(None, skip_hook)
         >>> sign = Sign(block_size=None, scale="rms")
         >>> exchange = Exchange(sign, memory=ErrorFeedback(), collective="sharded")

@@ -143,6 +143,7 @@ class LocalAdamW(LocalRounds):
     Example::
 
         >>> from comm_hooks import ErrorFeedback, Exchange, TopK
+        >>> from comm_hooks.optim.rounds.algorithms import LocalAdamW
         >>> exchange = Exchange(TopK(density=1 / 16, value_bits=1), ErrorFeedback())
         >>> rounds = LocalAdamW(model.named_parameters(), exchange, lr=1e-3, local_steps=8)
     """

@@ -58,6 +58,7 @@ class LocalAMSGrad(BatchedOptimizer):
 
     Example::
 
+        >>> from comm_hooks.optim.rounds.shared_moments import LocalAMSGrad
         >>> optimizer = LocalAMSGrad(model.named_parameters(), lr=1e-3)
     """
 
@@ -182,6 +183,7 @@ class LocalLAMB(LocalAMSGrad):
 
     Example::
 
+        >>> from comm_hooks.optim.rounds.shared_moments import LocalLAMB
         >>> optimizer = LocalLAMB(model.named_parameters(), phi=lambda norm: norm.clamp(0.01, 10))
     """
 

@@ -65,6 +65,7 @@ class Ledger:
     Example::
 
         >>> from comm_hooks.optim.private.accounting import GaussianEvent
+        >>> from comm_hooks.optim.private.accounting.ledger import Ledger
         >>> ledger = Ledger(None)
         >>> ledger.record(GaussianEvent(noise_multiplier=1.0, sample_rate=0.01))
         >>> ledger.record(GaussianEvent(noise_multiplier=1.0, sample_rate=0.01))

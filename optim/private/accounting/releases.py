@@ -28,6 +28,7 @@ class Releases:
     Example::
 
         >>> from comm_hooks.optim.private.accounting import GaussianEvent
+        >>> from comm_hooks.optim.private.accounting.releases import Releases
         >>> releases = Releases(only="local")
         >>> releases.enter(GaussianEvent(1.1, 0.01, placement="local"), "3f2a")
         >>> releases.add("local", 1.1)

@@ -48,6 +48,7 @@ def renyi_divergences(
 
     Example::
 
+        >>> from comm_hooks.optim.private.accounting.renyi import renyi_divergences
         >>> renyi_divergences(2.0, 1.0, (4.0, 16.0))
         array([0.5, 2. ])
     """

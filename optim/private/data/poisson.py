@@ -61,6 +61,7 @@ class PoissonSampler(Settled, Unrepeatable, Sampler[list[int]]):
 
     Example::
 
+        >>> from comm_hooks.optim.private.data.poisson import PoissonSampler
         >>> sampler = PoissonSampler(num_samples=1000, sample_rate=0.01, steps=300)
         >>> len(sampler), sum(len(indices) for indices in sampler) > 2000
         (300, True)
@@ -146,6 +147,7 @@ class PoissonLoader(DataLoader[Any]):
 
         >>> import torch
         >>> from torch.utils.data import TensorDataset
+        >>> from comm_hooks.optim.private.data.poisson import PoissonLoader
         >>> dataset = TensorDataset(torch.randn(500, 8), torch.randint(10, (500,)))
         >>> loader = PoissonLoader(dataset, sample_rate=0.02, steps=25)
         >>> for inputs, labels in loader:  # about 10 samples each
@@ -235,6 +237,7 @@ def private_loader(
 
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from comm_hooks.optim.private.data.poisson import private_loader
         >>> usual = DataLoader(TensorDataset(torch.randn(500, 8)), batch_size=10, shuffle=True)
         >>> loader = private_loader(usual, sample_rate=0.02)
         >>> len(loader)

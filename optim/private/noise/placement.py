@@ -146,6 +146,7 @@ def judge(scheme: Scheme) -> Verdict:
     Example::
 
         >>> from comm_hooks import RandomK, TopK
+        >>> from comm_hooks.optim.private.noise.placement import Scheme, judge
         >>> mask = RandomK(density=0.1, unbiased=False)
         >>> judge(Scheme(place="shares", compressor=mask, world_size=4)).peer_multiplier
         0.5
