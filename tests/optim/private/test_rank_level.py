@@ -212,6 +212,19 @@ class WithStatistics(nn.Module):
         return self.net(self.norm(x))
 
 
+class Remembers(Net):
+    """Makes a buffer of its first inputs, and has one of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", x.mean(0))
+        return super().forward(x)
+
+
 class WithWords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +264,7 @@ def refusals() -> dict[str, str]:
         "synchronized": lambda: RankLevel(noise_multiplier=1.0, max_norm=1.0).attach(
             Exchange(TopK()), nn.Sequential(nn.SyncBatchNorm(40))
         ),
+        "new buffer": lambda: on(Remembers),
         "sparse": lambda: on(WithWords),
         "scaled": lambda: private_model(1.0, loss_scale=lambda: 1024.0),
         "warm-up": lambda: private_model(1.0, start_compression_step=5),
@@ -276,6 +290,7 @@ REFUSED = {
     "static": "tells all ranks which parameters a rank has used",
     "batch norm": "RankLevel: the forward pass has changed norm.running_mean",
     "synchronized": "RankLevel: SyncBatchNorm sends statistics",
+    "new buffer": "RankLevel: the forward pass has changed seen",
     "sparse": "RankLevel: sparse gradients and shards are not supported",
     "scaled": "private: gradients multiplied by a loss scale",
     "warm-up": "private: start_compression_step must be 0",
