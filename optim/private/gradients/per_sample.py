@@ -111,7 +111,7 @@ class PerSampleGradients(BatchClipper):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            text = str(error)
+            text = " ".join(str(error).split())
             if "memory" in text:
                 raise
             recurrent = {type(m).__name__ for m in self._model.modules() if is_recurrent(m)}
