@@ -3,20 +3,21 @@
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
-from comm_hooks.optim.private.gradients.independence import dropouts_of, evaluated, norm_of
+from comm_hooks.optim.private.gradients.neighbours import neighbours
 from comm_hooks.optim.private.gradients.replay import Replay
 from comm_hooks.optim.private.random_states import random_states, random_states_kept
 
@@ -28,17 +29,25 @@ _READINGS = 32
 
 # Roundings of coarser dtypes turn some activations off or on, and with them parts of a gradient.
 _COARSE = 1e-4
+# The number of samples from which on less passes.
+_MANY = 64
+# The bits of a row's number distinguish every two of so many rows.
+_MOST_ROWS = 8
 # Neither the program's generators, whose numbers would change, nor numbers that others know.
 _random = random.SystemRandom()
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A sample of a batch that was differentiated alone: its row, loss and gradient."""
+    """A sample of a batch that was differentiated, alone or in the batch."""
 
     row: int
     loss: float
     gradient: list[torch.Tensor]
+
+
+Differentiate = Callable[[Any, int], tuple[torch.Tensor, Sequence[torch.Tensor]]]
+"""Returns losses, (B,), and gradients, (B, ...) per parameter, of a batch and its size."""
 
 
 class AloneCheck:
@@ -55,33 +64,41 @@ class AloneCheck:
        by an ordinary backward pass, the first of them once more after the others: two drawn at
        random, and of the first batch of a kind the first, the longest and the shortest one (by
        elements that are not zero, as padding is) and two that are equal;
-    2. they must give the same losses and gradients as in the batch, and the first one the same as
-       before.
+    2. they must give the same losses and gradients as in the batch, where they may be in another
+       row, and the first one the same as before;
+    3. of the first batch with two samples up to eight are differentiated together, with the same
+       random numbers, after half of them were replaced by :func:`neighbours` of many kinds: the
+       others must give the same losses and gradients as before.
 
-    This is done with the first batch of every kind (dtypes, and shapes within a factor of two), and
-    with one of :data:`RATE` others, drawn at random.  A loss that draws random numbers is looked at
-    with dropout, or if needed all modules, in ``eval()`` mode.
+    1 and 2 are done with the first batch of every kind (dtypes, and shapes within a factor of two),
+    and with one of :data:`RATE` others, drawn at random; with dropout, or if needed all modules, in
+    ``eval()`` mode if passes draw random numbers.  If the loss draws them by itself, there is 3
+    in place of 1 and 2, with a replacement drawn at random, and samples that are read again must be
+    among the rows of the batch, unless they are padded.
 
-    A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs; of
-    gradients of 16 bits (and TF32) half of the norm.
+    A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs,
+    and of B > 64 samples 64 / B times that; of gradients of 16 bits (and TF32) half of the norm,
+    unless step 3 shows it, in which sqrt(eps) passes.
     A leak in a share s of the batches is found after 64 / s of them in expectation.
 
     Args:
         model: the model that is trained.
         losses: returns the loss of each sample, (B,), of a batch and its number of samples.
+        differentiate: returns losses and gradients of a batch's samples.
         parameters: the trainable parameters.
         keeps_layers: whether modules with trainable parameters of their own stay in training mode,
             outside of which hooks do not see them.
 
-    Not detected: dependence in training mode only, of a random model; a loss that draws random
-    numbers by itself; and a data set that gives random samples, whose rows are compared as they are
-    in the batch.
+    Not detected: dependence of a random model on the number of samples, in training mode only;
+    dependence on other samples that neither the batches nor their replacements show; and a data
+    set that gives random samples, whose rows are compared as they are in the batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
         losses: Callable[[Any, int], torch.Tensor],
+        differentiate: Differentiate,
         parameters: Sequence[nn.Parameter],
         *,
         keeps_layers: bool = False,
@@ -89,75 +106,135 @@ class AloneCheck:
         self._model = model
         self._keeps_layers = keeps_layers
         self._losses = losses
+        self._differentiate = differentiate
         self._parameters = parameters
         self._kinds: set[Any] = set()
-        self._looking_at: Any = None
         self._is_comparable: bool | None = None
+        self._has_replaced = False
         self._has_warned = False
         self._replay = Replay(parameters)
         self.modules: list[nn.Module] = []
         """The modules that are put into ``eval()`` mode to compare."""
 
-    def mode(self) -> AbstractContextManager[None]:
-        """Return the context in which samples are compared."""
-        return evaluated(self.modules)
-
-    def differentiate(self, batch: Any, read: Read | None) -> list[Alone]:
-        """Return samples of a batch that were differentiated alone; none if it is not its turn.
+    def differentiate(
+        self, batch: Any, size: int, read: Read | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return losses and gradients of a batch, of which samples were compared if it is its turn.
 
         Args:
             batch: tensors with a common leading dimension.
+            size: the number of samples.
             read: reads one of its samples again, as a batch of its own.
 
         Raises:
-            PrivacyError: if a sample alone gives another gradient after others.
+            PrivacyError: if a sample has another loss or gradient alone, after others, or beside
+                others.
         """
         leaves, structure = pytree.tree_flatten(batch)
-        size = len(leaves[0])
         kind = tuple((leaf.dtype, *map(int.bit_length, leaf.shape)) for leaf in leaves)
         is_first = kind not in self._kinds
         if not is_first and _random.randrange(RATE):
-            return []
+            return self._differentiate(batch, size)
         rows = _random.sample(range(size), min(size, 2))
         if self._is_comparable is None:
             self._is_comparable = self._find_mode(self._sample(leaves, structure, rows[0], None))
-        if not self._is_comparable:
-            return []
         if is_first:
             rows = list(dict.fromkeys([*_outstanding(leaves), *rows]))
-        self._looking_at = kind
         samples = [self._sample(leaves, structure, row, read) for row in rows]
         self._warn_of_equal(samples)
-        with self.mode():
-            pairs = zip((*rows, rows[0]), (*samples, samples[0]), strict=True)
-            found = [self._alone(sample, row) for row, sample in pairs]
-        _require_same(self._differ(found[-1], found[0]))
-        return found[:-1]
+        found: list[Alone] = []
+        if self._is_comparable:
+            with evaluated(self.modules):
+                pairs = zip((*rows, rows[0]), (*samples, samples[0]), strict=True)
+                found = [self._alone(sample, row) for row, sample in pairs]
+            _require_same(self._differ(found[-1], found[0]))
+        losses, gradients = self._differentiate(batch, size)
+        if self._is_comparable:
+            compared = losses, gradients
+            if self.modules:
+                with evaluated(self.modules):
+                    compared = self._differentiate(batch, size)
+            self._compare(found[:-1], *compared, may_move=read is not None)
+        else:
+            _require_among(samples, leaves)
+        if not self._has_replaced or not self._is_comparable:
+            self._replace_others(leaves, structure, losses)
+        if self._is_comparable is not None:
+            self._kinds.add(kind)  # now, not before: a batch that failed may be tried again
+        return losses, gradients
 
-    def compare(
-        self, found: Sequence[Alone], losses: torch.Tensor, gradients: Sequence[torch.Tensor]
+    def _compare(
+        self,
+        found: Sequence[Alone],
+        losses: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        *,
+        may_move: bool,
     ) -> None:
-        """Raise ``PrivacyError`` if samples have other losses or gradients in their batch.
+        """Raise ``PrivacyError`` if samples alone have other losses or gradients than in a row.
 
-        Args:
-            found: from :meth:`differentiate`.
-            losses: of all samples, (B,).
-            gradients: of all samples, one (B, ...) per parameter.
+        In their own row, or in any if collate functions may have sorted them.
         """
         norms = sample_norms([gradient.detach().float() for gradient in gradients])
         usual = float(norms[norms.isfinite()].mean()) if norms.isfinite().any() else 0.0
         for each in found:
-            own = [gradient[each.row] for gradient in gradients]
-            if self._differ(each, Alone(each.row, float(losses[each.row]), own), usual):
-                raise PrivacyError(
-                    f"a sample has a gradient of norm {norm_of(each.gradient):g} alone, and of "
-                    f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
-                    "loss of a sample may depend on this sample only, and not on the length that "
-                    "others are padded to; the data set and collate_fn may compute nothing of the "
-                    "whole batch; and every layer must get the samples in the order of the batch, "
-                    "and use its weights itself"
+            if not self._differ(each, _row(each.row, losses, gradients), usual, len(losses)):
+                continue
+            if may_move:
+                pairs = zip(gradients, each.gradient, strict=True)
+                squares = (
+                    (g.detach() - own).float().square().flatten(1).sum(1) for g, own in pairs
                 )
-        self._kinds.add(self._looking_at)  # now, not before: a batch that failed may be tried again
+                nearest = int(torch.stack([*squares]).sum(0).nan_to_num(torch.inf).argmin())
+                if not self._differ(each, _row(nearest, losses, gradients), usual, len(losses)):
+                    continue
+            raise PrivacyError(
+                f"a sample has a gradient of norm {norm_of(each.gradient):g} alone, and of "
+                f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
+                "loss of a sample may depend on this sample only, and not on the length that "
+                "others are padded to; the data set and collate_fn may compute nothing of the "
+                "whole batch; and every layer must get the samples in the order of the batch, "
+                "and use its weights itself"
+            )
+
+    def _replace_others(
+        self, leaves: Sequence[torch.Tensor], structure: Any, losses: torch.Tensor
+    ) -> None:
+        """Raise ``PrivacyError`` if samples change when others of their batch are replaced."""
+        finite = losses.isfinite().nonzero().flatten().tolist()
+        if len(finite) < 2:
+            return
+        rows = torch.tensor(sorted(_random.sample(finite, min(len(finite), _MOST_ROWS))))
+        few = [leaf[rows.to(leaf.device)] for leaf in leaves]
+        replacements = list(neighbours(few))
+        if self._has_replaced:
+            replacements = [_random.choice(replacements)]
+        before = self._beside(few, structure)
+        for kept, replaced in replacements:
+            try:
+                after = self._beside(replaced, structure)
+            except PrivacyError:
+                raise
+            except Exception:
+                continue  # a loss function may refuse extreme samples
+            # As many samples and the same random numbers: with the same roundings.
+            tolerance = math.sqrt(self._replay.epsilon)
+            for row in kept:
+                if _differ(_row(row, *before), _row(row, *after), tolerance, tolerance):
+                    raise PrivacyError(
+                        "the loss of a sample depends on other samples of its batch, so that "
+                        "clipping does not bound its influence: use a model that sees one sample "
+                        "at a time, a loss that compares it with its label only, and no mean over "
+                        "the batch"
+                    )
+        self._has_replaced = True
+
+    def _beside(
+        self, leaves: Sequence[torch.Tensor], structure: Any
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        with random_states_kept(self._replay.devices):
+            batch = pytree.tree_unflatten(list(leaves), structure)
+            return self._differentiate(batch, len(leaves[0]))
 
     def _sample(
         self, leaves: Sequence[torch.Tensor], structure: Any, row: int, read: Read | None
@@ -200,7 +277,7 @@ class AloneCheck:
             every = [m for m in every if not any(p.requires_grad for p in m.parameters(False))]
         for modules in ([], dropouts_of(self._model), every):
             self.modules = modules
-            with self.mode():
+            with evaluated(modules):
                 one, again = (self._alone(sample, 0) for _ in range(2))
             _require_same(self._differ(one, again))
             if not math.isfinite(one.loss):
@@ -240,19 +317,29 @@ class AloneCheck:
                 )
             waiting += [following for following, _ in node.next_functions]
 
-    def _differ(self, one: Alone, other: Alone, usual: float = 0.0) -> bool:
+    def _differ(self, one: Alone, other: Alone, usual: float = 0.0, size: int = 1) -> bool:
         """Return whether losses or gradients differ, whose norm is usually of this size."""
-        tolerance = 4 * math.sqrt(self._replay.epsilon)
-        distance = abs(one.loss - other.loss)
-        if math.isfinite(distance) and distance > tolerance * abs(one.loss):
-            return True
-        if self._replay.epsilon > _COARSE:
-            tolerance = 0.5
-        pairs = zip(one.gradient, other.gradient, strict=True)
-        distance = norm_of([a.double() - b.double() for a, b in pairs])
-        # 0 x infinity, of samples that do not count, is no difference.
-        largest = max(norm_of(one.gradient), usual)
-        return math.isfinite(distance) and distance > tolerance * largest + 1e-30
+        # Of many samples, each of which might change by as much because of one.
+        tolerance = 4 * math.sqrt(self._replay.epsilon) * min(1, _MANY / size)
+        of_gradients = 0.5 if self._replay.epsilon > _COARSE else tolerance
+        return _differ(one, other, tolerance, of_gradients, usual)
+
+
+def _differ(
+    one: Alone, other: Alone, tolerance: float, of_gradients: float, usual: float = 0.0
+) -> bool:
+    distance = abs(one.loss - other.loss)
+    if math.isfinite(distance) and distance > tolerance * abs(one.loss):
+        return True
+    pairs = zip(one.gradient, other.gradient, strict=True)
+    distance = norm_of([a.double() - b.double() for a, b in pairs])
+    # 0 x infinity, of samples that do not count, is no difference.
+    largest = max(norm_of(one.gradient), usual)
+    return math.isfinite(distance) and distance > of_gradients * largest + 1e-30
+
+
+def _row(row: int, losses: torch.Tensor, gradients: Sequence[torch.Tensor]) -> Alone:
+    return Alone(row, float(losses[row]), [gradient[row] for gradient in gradients])
 
 
 def _outstanding(leaves: Sequence[torch.Tensor]) -> list[int]:
@@ -274,6 +361,19 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
+def _require_among(samples: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
+    """Raise ``PrivacyError`` for a sample that is no row of its batch; it may be padded there."""
+    rows = [[leaf[row : row + 1] for leaf in leaves] for row in range(len(leaves[0]))]
+    for sample in samples:
+        pairs = zip(pytree.tree_leaves(sample), leaves, strict=True)
+        is_padded = any(one.shape[1:] != leaf.shape[1:] for one, leaf in pairs)
+        if not is_padded and not any(_equal(sample, row) for row in rows):
+            raise PrivacyError(
+                "a sample that is read alone is none of the rows of its batch: the data set and "
+                "collate_fn may compute nothing of the whole batch"
+            )
+
+
 def _require_same(differs: bool) -> None:
     if differs:
         raise PrivacyError(
@@ -281,3 +381,25 @@ def _require_same(differs: bool) -> None:
             "nothing of its inputs, in attributes of modules for instance, and draw random "
             "numbers from the default generators of torch, NumPy or Python"
         )
+
+
+def dropouts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that draw random numbers in training mode only."""
+    return [m for m in model.modules() if isinstance(m, (_DropoutNd, nn.MultiheadAttention))]
+
+
+@contextmanager
+def evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules, without their submodules, into ``eval()`` mode within the context."""
+    modes = [(module, module.training) for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in tensors))

@@ -54,7 +54,13 @@ class BatchClipper(SampleClipper):
         self._loss_function = loss_function
         self.micro_batch_size = micro_batch_size
         self._is_first = True
-        self._check = AloneCheck(model, self._losses, self.parameters, keeps_layers=self._has_hooks)
+        self._check = AloneCheck(
+            model,
+            self._losses,
+            self._differentiate,
+            self.parameters,
+            keeps_layers=self._has_hooks,
+        )
 
     def samples_in(self, batch: Any) -> int:
         """Return the number of samples in a batch: the common leading dimension of its tensors."""
@@ -111,20 +117,16 @@ class BatchClipper(SampleClipper):
     def _add_batch(self, batch: Any, size: int, read: Read | None) -> torch.Tensor:
         """Add the clipped gradients of a micro-batch; return its losses, ``(size,)``, detached."""
         with unwritten_parameters(self._model) if self._is_first else nullcontext():
-            self._look_at(batch, size)
-            alone = self._check.differentiate(batch, read)
-            losses, gradients = self._differentiate(batch, size)
+            if self._is_first:
+                self._look_at(batch, size)
+            losses, gradients = self._check.differentiate(batch, size, read)
         self._is_first = False
-        if alone and self._check.modules:
-            with self._check.mode():
-                self._check.compare(alone, *self._differentiate(batch, size))
-        elif alone:
-            self._check.compare(alone, losses, gradients)
         self._add_samples(gradients)
         return losses
 
+    @abstractmethod
     def _look_at(self, batch: Any, size: int) -> None:
-        """Check a micro-batch before it is differentiated."""
+        """Check a loss function with the first micro-batch, before samples are compared."""
 
     @abstractmethod
     def _losses(self, batch: Any, size: int) -> torch.Tensor:

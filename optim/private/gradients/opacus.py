@@ -9,9 +9,9 @@ from torch import nn
 
 from comm_hooks.optim.private.gradients.batches import BatchClipper
 from comm_hooks.optim.private.gradients.clipping import LossFunction
-from comm_hooks.optim.private.gradients.independence import IndependenceProbe, sample_losses
-from comm_hooks.optim.private.gradients.model_checks import padding_rows
+from comm_hooks.optim.private.gradients.model_checks import padding_rows, unwritten_buffers
 from comm_hooks.optim.private.gradients.per_sample import is_recurrent, require_used, unwrapped
+from comm_hooks.optim.private.random_states import random_states_kept
 from comm_hooks.requirements import require_kind
 
 try:
@@ -32,10 +32,9 @@ class OpacusGradients(BatchClipper):
     several times, on the same samples in the same order.
 
     The hooks are enabled in :meth:`backward` only, so that the model can be called and
-    differentiated elsewhere as usual.  The loss function is checked: in the first batch of two
-    samples by :class:`~comm_hooks.optim.private.gradients.independence.IndependenceProbe`; in
-    every batch by the writes of the forward pass to the model, and by the number of rows in every
-    layer.  A batch of one sample is differentiated as usual.
+    differentiated elsewhere as usual.  Every batch is checked for writes of the forward pass to the
+    model, and for the number of rows in every layer.  A batch of one sample is differentiated as
+    usual.
 
     Args:
         module: the model, as it is, in ``DistributedDataParallel``, or in a wrapper of Opacus.
@@ -86,15 +85,23 @@ class OpacusGradients(BatchClipper):
         )
         self._names = list(named)
         self._padding: list[tuple[Any, int]] = padding_rows(model)
-        self._probe = IndependenceProbe(model, loss_function)
         self._forget()
         self._hooks.disable_hooks()
 
     def _look_at(self, batch: Any, size: int) -> None:
-        self._probe.look(batch)
+        with random_states_kept([p.device for p in self.parameters[:1]]), torch.no_grad():
+            self._losses(batch, size)
 
     def _losses(self, batch: Any, size: int) -> torch.Tensor:
-        return sample_losses(self._model, self._loss_function, batch, size)
+        with unwritten_buffers(self._model):
+            losses = self._loss_function(self._model, batch)
+        if not isinstance(losses, torch.Tensor) or losses.shape != (size,):
+            got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(
+                f"loss_function must return the loss of each sample, shape ({size},), got {got}: "
+                'use reduction="none", and the mean over the parts of a sample'
+            )
+        return losses
 
     def _differentiate(self, batch: Any, size: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         found: Sequence[Any]

@@ -81,15 +81,9 @@ class PerSampleGradients(BatchClipper):
         )
         self._loss = loss
         self._names = list(named)
-        self._is_checked = False
         self._vmapped = vmap(
             grad_and_value(self._sample_loss), (None, None, 0), randomness="different"
         )
-
-    def _look_at(self, batch: Any, size: int) -> None:
-        if not self._is_checked:
-            self._check_loss(pytree.tree_map(lambda tensor: tensor[:1], batch))
-            self._is_checked = True
 
     def _losses(self, batch: Any, size: int) -> torch.Tensor:
         loss: torch.Tensor = functional_call(self._loss, self._buffers(), (batch,))
@@ -134,11 +128,13 @@ class PerSampleGradients(BatchClipper):
         # Copies, so that a forward pass cannot keep anything of a sample.
         return {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
 
-    def _check_loss(self, batch_of_one: Any) -> None:
-        """Raise ``ValueError`` for a wrong loss shape, written buffers or unused parameters."""
+    def _look_at(self, batch: Any, size: int) -> None:
+        """Check a pass of one sample, without ``vmap``, whose errors would be harder to read."""
         buffers = self._buffers()
         with torch.enable_grad():
-            loss = functional_call(self._loss, buffers, (batch_of_one,))
+            loss = functional_call(
+                self._loss, buffers, (pytree.tree_map(lambda leaf: leaf[:1], batch),)
+            )
         if not isinstance(loss, torch.Tensor) or loss.shape not in ((), (1,)):
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(

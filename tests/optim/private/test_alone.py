@@ -1,6 +1,7 @@
 """A sample gets the gradient that it has alone, in every batch and at every moment."""
 
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -144,27 +145,40 @@ def test_nobody_is_accused(kind: Any, dropout: float) -> None:
     assert gradients.take().samples > 100
 
 
-def test_a_loss_that_draws_by_itself_is_looked_at_once() -> None:
-    calls = []
+def check_of(model: nn.Module, losses: Any) -> alone.AloneCheck:
+    """Return the check of a loss of single samples, as vmap would differentiate it."""
+    parameters = [*model.parameters()]
+
+    def differentiate(batch: Any, size: int) -> Any:
+        found = losses(batch, size)
+        rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in found]
+        return found.detach(), [torch.stack(each) for each in zip(*rows, strict=True)]
+
+    return alone.AloneCheck(model, losses, differentiate, parameters)
+
+
+def test_a_loss_that_draws_by_itself_is_compared_beside_others() -> None:
+    others = [0.0]
 
     def loss(batch: torch.Tensor, size: int) -> torch.Tensor:
-        calls.append(size)
-        return (model(batch) * torch.rand(size, 8)).sum(1)
+        drawn = (model(batch) * torch.rand(size, 8)).sum(1)
+        return drawn + others[0] * drawn.detach().mean()
 
     model = nn.Linear(8, 8)
-    check = alone.AloneCheck(model, loss, [*model.parameters()])
-    assert not check.differentiate(draw(5)[0], None)
-    before = len(calls)
+    check = check_of(model, loss)
     for seed in range(300):
-        assert not check.differentiate(draw(5 + seed % 9, seed)[0], None)
-    assert len(calls) == before
+        check.differentiate(draw(5 + seed % 9, seed)[0], 5 + seed % 9, None)
+    others[0] = 0.1
+    with mock.patch.object(alone, "RATE", 3), pytest.raises(PrivacyError, match="other samples"):
+        deque(check.differentiate(draw(9, seed)[0], 9, None) for seed in range(60))
 
 
 def test_what_is_not_finite_does_not_decide_the_mode() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    check = alone.AloneCheck(model, lambda batch, _: model(batch).sum(1), [*model.parameters()])
-    assert not check.differentiate(torch.full((4, 8), torch.nan), None)
-    assert check.differentiate(draw(4)[0], None)
+    check = check_of(model, lambda batch, _: model(batch).sum(1))
+    check.differentiate(torch.full((4, 8), torch.nan), 4, None)
+    assert check.modules == []
+    check.differentiate(draw(4)[0], 4, None)
     assert check.modules == [model[1]]
 
 
@@ -178,8 +192,37 @@ def test_samples_that_stand_out_are_looked_at_first(seed: int) -> None:
     batch[shortest, 1:] = 0
     batch[one] = batch[other]
     model = nn.Linear(9, 8)
-    check = alone.AloneCheck(model, lambda batch, _: model(batch).sum(1), [*model.parameters()])
+    sizes: list[int] = []
+    looked_at: list[torch.Tensor] = []
+
+    def loss(batch: Any, size: int) -> torch.Tensor:
+        sizes.append(size)
+        looked_at.extend([batch] if size == 1 else [])
+        return model(batch).sum(1)
+
     with pytest.warns(UserWarning, match="two samples of a batch are equal"):
-        found = check.differentiate(batch, None)
-    assert {0, int(longest), int(shortest), int(one), int(other)} <= {each.row for each in found}
-    assert len(found) <= 7
+        check_of(model, loss).differentiate(batch, 200, None)
+    for row in (0, longest, shortest, one, other):
+        assert any(torch.equal(batch[row], each[0]) for each in looked_at)
+    assert sizes.count(1) <= 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_a_collate_function_sorts_train(kind: Any) -> None:
+    inputs, labels = draw(20)
+    order = inputs[:, 0].argsort()
+    gradients = kind(nn.Linear(8, 8), entropies, C)
+    gradients.backward(
+        (inputs[order], labels[order]), lambda row: (inputs[row, None], labels[row, None])
+    )
+    assert gradients.take().samples == 20
+
+
+@pytest.mark.parametrize(("rows", "is_found"), [(60, False), (3000, True)])
+def test_less_may_leak_into_each_of_many_samples(rows: int, is_found: bool) -> None:
+    inputs, labels = draw(rows)
+    gradients = PerSampleGradients(nn.Linear(8, 8), entropies, C)
+    with pytest.raises(PrivacyError, match=WRONG) if is_found else nullcontext():
+        gradients.backward(
+            (inputs * (1 + 3e-4), labels), lambda row: (inputs[row, None], labels[row, None])
+        )

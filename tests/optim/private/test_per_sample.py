@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from comm_hooks.optim.private.errors import PrivacyError
-from comm_hooks.optim.private.gradients.alone import AloneCheck
 from comm_hooks.optim.private.gradients.clipping import ClippedSum, PublicTransform, sample_norms
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from tests.optim.private.clipped_sums import (
@@ -219,15 +218,6 @@ def test_what_a_module_keeps_in_an_attribute_is_noticed(rows: int) -> None:
                 gradients.backward(torch.randn(rows, 4))
         else:
             gradients.backward(torch.randn(rows, 4))
-
-
-def test_looking_at_samples_alone_draws_nothing() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    check = AloneCheck(model, lambda batch, size: model(batch).sum(1), [*model.parameters()])
-    before = torch.get_rng_state()
-    assert check.differentiate(torch.ones(3, 4), None)
-    assert check.modules == [model[1]]
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_draws_for_each_sample() -> None:
