@@ -14,7 +14,7 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.noise_hook import NoiseHook, Place
 from comm_hooks.memory.base import Memory
-from comm_hooks.optim.private.accounting.releases import Releases
+from comm_hooks.optim.private.accounting.releases import Releases, releases_of
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
 from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
@@ -74,6 +74,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     Attributes:
         releases: the counts of releases on which the saved state depends.
+        of_model: the counts of releases that made the model.
 
     Raises:
         ValueError: for settings out of range.
@@ -122,6 +123,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     _secret: Secret | None = field(default=None, init=False, repr=False)
     _rounds: int = field(default=0, init=False, repr=False)
     releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)
+    of_model: list[Releases] = field(default_factory=list, init=False, repr=False)
     gate: Gate = field(default_factory=Gate, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +132,8 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_within(self, "max_norm", self.max_norm, "(0, inf)")
         require_within(self, "sample_rate", self.sample_rate, "(0, 1]")
 
-    def prepare(self, exchange: Exchange) -> None:
+    def prepare(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
+        self.of_model += releases_of(parameters)
         exchange.state.provenance = self.releases
         exchange.gate = self.gate
 

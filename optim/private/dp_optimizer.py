@@ -1,6 +1,5 @@
 """An optimizer that wraps an ordinary one and gives it clipped and noised gradients."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from comm_hooks.optim.private.errors import PrivacyError, Settled, resettle
 from comm_hooks.optim.private.gradients.clipping import ClippedGradients, PublicTransform
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
+from comm_hooks.optim.private.witness import Witness
 from comm_hooks.optim.wrapping import WrappingOptimizer
 from comm_hooks.registered_model import RegisteredModel, watch
 from comm_hooks.requirements import require_kind
@@ -94,8 +94,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
-        self._versions: list[int] | None = None
-        self._has_warned = False
+        self._witness = Witness(gradients.parameters, model)
         watch(gradients.parameters, self)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
@@ -142,7 +141,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """
         self._raw.refuse()
         self._require_same_trained()
-        self._warn_of_others()
+        self.warn_of_others()
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
@@ -195,18 +194,9 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 "optimizer that make_private() returned"
             )
 
-    def _warn_of_others(self) -> None:
-        """Warn, once, if parameters were written to since the last step."""
-        now = [parameter._version for parameter in self.gradients.parameters]
-        if self._versions is not None and self._versions != now and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "DPOptimizer: parameters have changed since the last private step, by something "
-                "else: epsilon covers that only if it used no private data, as loading a "
-                "checkpoint or an average of weights does",
-                stacklevel=3,
-            )
-        self._versions = now
+    def warn_of_others(self) -> None:
+        """Warn, once, if something else has written to the model since the last step."""
+        self._witness.look()
 
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
@@ -230,7 +220,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
                 "mechanism with the same max_grad_norm"
             )
-        self._warn_of_others()
+        self.warn_of_others()
         clipped = self.gradients.take()
         clipped.require_bounded(self.mechanism.max_grad_norm)
         self._tickets.finish(clipped.samples + clipped.not_finite)
@@ -245,12 +235,14 @@ class DPOptimizer(Settled, WrappingOptimizer):
             cast(torch.Tensor, weight.grad)[row] = 0
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
+        self._witness.note_gradients()
         token = _stepping.set(self.inner)
         try:
             self.inner.step()
         finally:
             _stepping.reset(token)
-        self._versions = [parameter._version for parameter in self.gradients.parameters]
+        self._witness.look_at_gradients()
+        self._witness.note()
 
     def change(self, **settings: float) -> None:
         """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""

@@ -3,9 +3,11 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +29,12 @@ from comm_hooks.optim.private.accounting import (
 from comm_hooks.optim.private.accounting.accountant import require_delta
 from comm_hooks.optim.private.accounting.events import seen_by
 from comm_hooks.optim.private.accounting.ledger import Ledger
-from comm_hooks.optim.private.accounting.releases import Releases, read_history, saved_history
+from comm_hooks.optim.private.accounting.releases import (
+    Releases,
+    read_history,
+    releases_of,
+    saved_history,
+)
 from comm_hooks.optim.private.client_level import PrivateParticipation
 from comm_hooks.optim.private.data.poisson import private_loader
 from comm_hooks.optim.private.data.same_data import compare_datasets
@@ -100,12 +107,15 @@ class PrivacyEngine:
             raise ValueError(f"{type(self).__name__}: {error}") from None
         if ledger is not None:
             require_kind(self, "ledger", ledger, str, bytes, os.PathLike)
-        self._path = ledger
+        # The directory may be another one when the file is opened.
+        self._path = ledger and os.path.abspath(ledger)
         self._ledger: Ledger | None = None
         self._budget: tuple[float, float] | None = None
         # Of the last kind of step; computed anew for another kind.
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
+        # A reference cycle would keep the ledger locked.
+        self._trained: weakref.WeakSet[DPOptimizer] = weakref.WeakSet()
 
     def make_private(
         self,
@@ -194,6 +204,7 @@ class PrivacyEngine:
             len(data_loader.dataset),  # type: ignore[arg-type]
             event_of_step,
             [mechanism.releases, releases_into(optimizer)],
+            module.parameters(),
         )
         private = DPOptimizer(
             optimizer,
@@ -205,6 +216,7 @@ class PrivacyEngine:
             padding=padding_rows(module),
         )
         exchange.owner = private
+        self._trained.add(private)
         return module, private, loader
 
     def make_private_with_epsilon(
@@ -313,7 +325,8 @@ class PrivacyEngine:
             max_norm=max_norm,
             join=self._share_history,
         )
-        resettle(participation, "enter", self._entry(lambda: event, [participation.releases]))
+        enter = self._entry(lambda: event, [participation.releases], participation.of_model)
+        resettle(participation, "enter", enter)
         return participation
 
     def account(
@@ -322,6 +335,7 @@ class PrivacyEngine:
         units: int,
         event_of_step: Callable[[], GaussianEvent],
         continued: Sequence[Releases],
+        parameters: Iterable[torch.Tensor],
     ) -> Callable[[], None]:
         """Return a function that writes a coming release to the ledger; collective.
 
@@ -330,10 +344,11 @@ class PrivacyEngine:
             units: the number of samples, clients or ranks that are protected.
             event_of_step: returns the event of the release.
             continued: the counts of the releases on which loaded states depend.
+            parameters: all parameters of the model that is released.
         """
         self._share_history(transport)
         self._know_units(units)
-        return self._entry(event_of_step, continued)
+        return self._entry(event_of_step, continued, releases_of(parameters))
 
     def set_budget(self, target_epsilon: float, target_delta: float) -> None:
         """Set a budget: a later step raises ``PrivacyError`` if epsilon would exceed the target.
@@ -350,6 +365,8 @@ class PrivacyEngine:
     def get_epsilon(self, delta: float, *, observer: str = "model") -> float:
         """Return epsilon for all releases in the ledger, by this run and before it.
 
+        Warns if something else has written to a model in training since its last step.
+
         Args:
             delta: less than one over the number of samples (or clients): to publish one of them at
                 random would satisfy any larger delta.
@@ -365,6 +382,8 @@ class PrivacyEngine:
         require_choice(self, "observer", observer, ("model", "checkpoint", "rank"))
         require_delta(delta)
         self._require_small(delta)
+        for private in self._trained:
+            private.warn_of_others()
         return self.accountant.epsilon(seen_by(observer, self._history()), delta)
 
     def max_steps(
@@ -453,20 +472,23 @@ class PrivacyEngine:
         self._steps_left.clear()
 
     def _entry(
-        self, event_of_step: Callable[[], GaussianEvent], continued: Sequence[Releases]
+        self,
+        event_of_step: Callable[[], GaussianEvent],
+        continued: Sequence[Releases],
+        of_model: Sequence[Releases],
     ) -> Callable[[], None]:
         """Return a function that writes a release to the ledger, or raises if the budget is spent.
 
-        It also raises if the ledger lacks releases in ``continued``, the counts of loaded states.
-        (The argument is not the owner of these counts, which holds this function: a reference
-        cycle would keep the ledger locked.)
+        It also raises if the ledger lacks releases in ``continued``, the counts of loaded states,
+        or ``of_model``, those of the parameters.  (The argument is not the owner of these counts,
+        which holds this function: a reference cycle would keep the ledger locked.)
         """
         for releases in continued:
             releases.needs_entry = True
 
         def enter() -> None:
             ledger = self._opened()
-            for releases in continued:
+            for releases in (*continued, *of_model):
                 releases.require_counted(ledger)
             event = event_of_step()
             if self._budget is not None:
@@ -489,6 +511,8 @@ class PrivacyEngine:
             self._record(event)
             for releases in continued:
                 releases.enter(event, ledger.run)
+            for releases in of_model:
+                releases.count(event, ledger.run)
 
         return enter
 

@@ -170,7 +170,11 @@ class RankLevel(Settled, Unrepeatable):
         one = GaussianEvent(self.noise_multiplier / 2, 1.0)
         event = mechanism.verdict.recorded(one, self.placement)
         self._enter = self.engine.account(
-            transport, transport.world_size, lambda: event, [mechanism.releases]
+            transport,
+            transport.world_size,
+            lambda: event,
+            [mechanism.releases],
+            module.parameters(),
         )
         transport.run(mechanism.share_secret())
         if transport.rank == 0:

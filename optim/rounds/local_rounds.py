@@ -196,7 +196,7 @@ class LocalRounds(WrappingOptimizer):
         if local_steps is not None:
             exchange.steps_per_round = local_steps / fragments
         if participation is not None:
-            participation.prepare(exchange)
+            participation.prepare(exchange, self.parameters)
 
     @property
     def participation(self) -> ClientSampling | None:

@@ -162,8 +162,8 @@ class ClientSampling(ABC):
     averages_statistics: ClassVar[bool] = True
     """Whether second moments of the inner optimizers are averaged, besides displacements."""
 
-    def prepare(self, exchange: Exchange) -> None:  # noqa: B027
-        """Set up state that depends on the exchange; called once, before any round."""
+    def prepare(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Set up state that depends on the exchange or model; called once, before any round."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:

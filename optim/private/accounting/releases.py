@@ -5,14 +5,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
 from comm_hooks.optim.private.accounting.events import GaussianEvent, steps_by
 from comm_hooks.optim.private.accounting.ledger import Ledger
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import in_one_line
 
+_of_parameter: Any = WeakIdKeyDictionary()
+
 
 class Releases:
-    """The releases on which a state depends: an exchange's residuals, or moments.
+    """The releases on which a state depends: an exchange's residuals, moments, or parameters.
 
     They are saved with the state: each kind of event, of each run, with its number of steps.  A
     state without releases was not saved by private training, and may hold gradients without noise;
@@ -50,6 +55,10 @@ class Releases:
     def enter(self, event: GaussianEvent, run: str) -> None:
         """Note what the ledger of a run has recorded for the next release."""
         self._entered = replace(event, run=run)
+
+    def count(self, event: GaussianEvent, run: str) -> None:
+        """Count a release that the ledger of a run has recorded, at once."""
+        self.steps[replace(event, run=run)] += 1
 
     def add(self, placement: str, noise_multiplier: float) -> None:
         """Count one more release; without an entry in a ledger, as of every sample.
@@ -108,13 +117,23 @@ class Releases:
         for event, steps in self.steps.items():
             if steps > counted[event]:
                 raise PrivacyError(
-                    f"a state was loaded that {steps} releases with noise_multiplier "
-                    f"{event.noise_multiplier:g}, sample_rate {event.sample_rate:g} and placement "
-                    f"{event.placement!r} have made, and the ledger has only {counted[event]} of "
-                    "them: epsilon would be too small. Pass the ledger of the run that saved the "
-                    "state to PrivacyEngine, or load the state_dict() of its PrivacyEngine"
+                    f"this model, or a state that was loaded, comes from {steps} releases with "
+                    f"noise_multiplier {event.noise_multiplier:g}, sample_rate "
+                    f"{event.sample_rate:g} and placement {event.placement!r}, and the ledger has "
+                    f"only {counted[event]} of them: epsilon would be too small. Train a model "
+                    "with one PrivacyEngine; pass it the ledger of the run that saved the state, "
+                    "or load the state_dict() of its PrivacyEngine"
                 )
         self._counted_by = ledger.run
+
+
+def releases_of(parameters: Iterable[torch.Tensor]) -> list[Releases]:
+    """Return the counts of the releases that made parameters: new for those without any.
+
+    A model that several engines train has one epsilon, of all their releases.
+    """
+    new = Releases()
+    return [*dict.fromkeys(_of_parameter.setdefault(each, new) for each in parameters)]
 
 
 def saved_history(events: Iterable[GaussianEvent]) -> dict[str, Any]:

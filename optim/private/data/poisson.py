@@ -270,8 +270,10 @@ def private_loader(
     )
 
 
-class _Shard(Subset[Any]):
+class _Shard(Settled, Subset[Any]):
     """A rank's share of a dataset; accepts an empty list of indices, which datasets may refuse."""
+
+    settled = frozenset({"dataset", "indices"})
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return super().__getitems__(indices) if indices else []

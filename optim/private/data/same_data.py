@@ -30,7 +30,8 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     1. lengths are compared
     2. ranks agree on a secret key, and on random indices that follow from it
     3. the samples' digests under this key are compared, one per tensor or value in a sample.  Each
-       sample is read twice: values that differ are random (augmented), and are left out
+       sample is read twice: values that differ are random (augmented), and are left out, as is
+       the index of a sample, which shows nothing
 
     Raises:
         ConfigMismatchError: on all ranks, if the data sets differ.
@@ -79,10 +80,20 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
 def _digests(dataset: Any, place: int, key: bytes) -> dict[str, str | None]:
     """Return, by key path, a keyed digest of each value in sample ``place``.
 
-    The digest is None if the value differs when the sample is read again, as with augmentation.
+    The digest is None if the value differs when the sample is read again, as with augmentation, and
+    if it is the place itself.
     """
-    first, second = ({p: _digest(v, key) for p, v in _parts(dataset[place])} for _ in range(2))
-    return {path: value if second.get(path) == value else None for path, value in first.items()}
+    one, again = (_parts(dataset[place]) for _ in range(2))
+    first, second = ({p: _digest(v, key) for p, v in parts} for parts in (one, again))
+    is_place = {path for path, value in one if _is_number(value) and value == place}
+    return {
+        path: value if second.get(path) == value and path not in is_place else None
+        for path, value in first.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return np.isscalar(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _parts(sample: Any) -> list[tuple[str, Any]]:

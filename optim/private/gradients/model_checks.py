@@ -27,7 +27,8 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         PrivacyError: for modules that mix the samples of a batch or keep statistics of them (batch
-            normalization, and instance normalization with running statistics), for embeddings
+            normalization, and instance normalization with running statistics, unless they are in
+            ``eval()`` mode), for embeddings
             with rows that the forward pass writes (``max_norm``), and for a communication hook,
             except :func:`~comm_hooks.skip_hook`, which sends nothing.
         ValueError: for complex or sharded parameters, and for a ``DeepSpeedEngine``.
@@ -245,15 +246,18 @@ def _group_norm(module: _BatchNorm, groups: int) -> nn.GroupNorm:
 # Refused modules: the test, the problem, and the alternative.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
-        lambda module: isinstance(module, _BatchNorm),
+        lambda module: (
+            isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        ),
         "batch normalization mixes the samples of a batch, so that clipping does not bound their "
         "influence",
-        "Use GroupNorm or LayerNorm; replace_batch_norm(model) makes GroupNorms",
+        "Use GroupNorm or LayerNorm; replace_batch_norm(model) makes GroupNorms; or eval() for "
+        "these modules",
     ),
     (
-        lambda module: getattr(module, "running_mean", None) is not None,
+        lambda module: module.training and getattr(module, "running_mean", None) is not None,
         "running statistics of the samples are part of the model but have no noise",
-        "Use track_running_stats=False",
+        "Use track_running_stats=False, or eval() for these modules",
     ),
     (
         lambda module: (

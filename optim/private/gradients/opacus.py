@@ -89,6 +89,12 @@ class OpacusGradients(BatchClipper):
         self._hooks.disable_hooks()
 
     def _look_at(self, batch: Any, size: int) -> None:
+        for name, layer in self._model.named_modules():
+            if not layer.training and any(p.requires_grad for p in layer.parameters(False)):
+                raise ValueError(
+                    f"{name or 'the model'} is in eval() mode, in which Opacus's hooks do not see "
+                    'it: call train() and eval() its dropout, or take grad_sample_mode="functorch"'
+                )
         with random_states_kept([p.device for p in self.parameters[:1]]), torch.no_grad():
             self._losses(batch, size)
 

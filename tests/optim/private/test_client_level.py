@@ -436,7 +436,9 @@ def test_rounds_go_on_from_private_rounds_that_the_ledger_has() -> None:
         resumed.load_state_dict(plain.state_dict())
     assert resumed.round_index == 0
     resumed.load_state_dict(saved(rounds.state_dict()))
-    with pytest.raises(PrivacyError, match=r"3 releases .* placement 'clients' have made"):
+    with pytest.raises(
+        PrivacyError, match=r"3 releases .* placement 'clients', and the ledger has"
+    ):
         play(resumed, model)
     with pytest.warns(UserWarning, match="lacks 3 steps"):
         elsewhere.load_state_dict(engine.state_dict())

@@ -49,18 +49,44 @@ def writes(how: str, model: nn.Module) -> None:
             model.weight.add_(1.0)
         elif how == "copied":
             model.weight.copy_(torch.ones(3, 6))
+        elif how == "uncounted":
+            model.weight.data.add_(1.0)
+        elif how == "a frozen one":
+            model.prototypes.data.add_(1.0)
+        elif how == "a buffer":
+            model.center.add_(1.0)
         else:
             model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("how", ["in place", "copied", "loaded"])
-@pytest.mark.parametrize("when", ["before backward", "before step"])
+class Centred(nn.Linear):
+    """Has a frozen parameter and a buffer that a loop might compute from samples."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.prototypes = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.center = nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.prototypes + self.center
+
+
+HOWS = ["in place", "copied", "loaded", "uncounted", "a frozen one", "a buffer"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("when", ["before backward", "before step", "before get_epsilon"])
 def test_writing_between_steps_is_noticed(how: str, when: str) -> None:
-    model, optimizer, loader = private()
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, model=Centred())
     batches = forever(loader)
 
     def step(write: bool) -> None:
         optimizer.zero_grad()
+        if write and when == "before get_epsilon":
+            writes(how, model)
+            engine.get_epsilon(1e-5)
+            return
         if write and when == "before backward":
             writes(how, model)
         optimizer.backward(next(batches))
@@ -73,8 +99,43 @@ def test_writing_between_steps_is_noticed(how: str, when: str) -> None:
         writes(how, model)  # before the first step: a checkpoint
         step(False)
         step(False)
-    with pytest.warns(UserWarning, match="parameters have changed since the last private step"):
+        engine.get_epsilon(1e-5)
+    with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
         step(True)
+
+
+@pytest.mark.parametrize("way", ["in place", "another tensor"])
+def test_gradients_that_change_after_their_release_are_noticed(way: str) -> None:
+    model, optimizer, loader = private()
+
+    def sharpen(*_: Any) -> None:
+        with torch.enable_grad():
+            loss = loss_function(model, dataset()[:4]).sum()
+        (raw,) = torch.autograd.grad(loss, [model.weight])
+        if way == "in place":
+            model.weight.grad.add_(raw)
+        else:
+            model.weight.grad = model.weight.grad + raw
+
+    optimizer.backward(next(iter(loader)))
+    handle = optimizer.inner.register_step_pre_hook(sharpen)
+    with pytest.warns(UserWarning, match=r"p\.grad has changed after its release"):
+        optimizer.step()
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam, DPSGD])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_optimizers_leave_the_gradients(kind: Any, maximize: bool) -> None:
+    model = nn.Linear(6, 3)
+    settings: Any = {} if kind is DPSGD else {"maximize": maximize, "weight_decay": 0.1}
+    optimizer = kind(model.parameters(), lr=0.1, **settings)
+    _, optimizer, loader = private(model=model, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in loader:
+            optimizer.backward(batch)
+            optimizer.step()
 
 
 Tamper = Callable[[ClippedSum], ClippedSum]

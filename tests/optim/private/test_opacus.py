@@ -327,7 +327,7 @@ def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
         gradients.backward((inputs[:rows], labels[:rows]))
     gradients.take()
     with pytest.raises(
-        PrivacyError, match="depends on other samples|alone, and of .* in its batch"
+        PrivacyError, match=r"depends on other samples|alone, and of .* in its batch"
     ):
         gradients.backward((inputs, labels))
     assert gradients.take().samples == 0
