@@ -68,7 +68,8 @@ class RankLevel(Settled, Unrepeatable):
     An optimizer that subtracts the variance of the noise
     (:class:`~comm_hooks.optim.private.DPAdamBC`) is told it before each step.
 
-    Not protected: the number of steps, logs of the loss, and a sample in the data of several ranks.
+    Not protected: the number of steps, logs of the loss, a sample in the data of several ranks, and
+    the writes of anything but optimizers to the model.
     Not supported: a ``GradScaler`` (use bfloat16), first steps without compression, sparse
     gradients, FSDP, optimizers with an exchange of their own.
 

@@ -29,8 +29,9 @@ _READINGS = 32
 
 # Roundings of coarser dtypes turn some activations off or on, and with them parts of a gradient.
 _COARSE = 1e-4
-# The number of samples from which on less passes.
-_MANY = 64
+# The number of samples from which on less passes, and the least part of it that does: roundings
+# differ by a sixth of that.
+_MANY, _LEAST = 64, 1 / 16
 # The bits of a row's number distinguish every two of so many rows.
 _MOST_ROWS = 8
 # Neither the program's generators, whose numbers would change, nor numbers that others know.
@@ -77,8 +78,8 @@ class AloneCheck:
     among the rows of the batch, unless they are padded.
 
     A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs,
-    and of B > 64 samples 64 / B times that; of gradients of 16 bits (and TF32) half of the norm,
-    unless step 3 shows it, in which sqrt(eps) passes.
+    of B > 64 samples 64 / B times that, or a 16th; of gradients of 16 bits (and TF32) half of the
+    norm, unless step 3 shows it, in which sqrt(eps) passes.
     A leak in a share s of the batches is found after 64 / s of them in expectation.
 
     Args:
@@ -320,7 +321,8 @@ class AloneCheck:
     def _differ(self, one: Alone, other: Alone, usual: float = 0.0, size: int = 1) -> bool:
         """Return whether losses or gradients differ, whose norm is usually of this size."""
         # Of many samples, each of which might change by as much because of one.
-        tolerance = 4 * math.sqrt(self._replay.epsilon) * min(1, _MANY / size)
+        part = min(1.0, max(_MANY / size, _LEAST))
+        tolerance = 4 * math.sqrt(self._replay.epsilon) * part
         of_gradients = 0.5 if self._replay.epsilon > _COARSE else tolerance
         return _differ(one, other, tolerance, of_gradients, usual)
 
