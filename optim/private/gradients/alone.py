@@ -32,6 +32,10 @@ _COARSE = 1e-4
 # The number of samples from which on less passes, and the least part of it that does: roundings
 # differ by a sixth of that.
 _MANY, _LEAST = 64, 1 / 16
+# A difference of this part of a gradient may be rounding.
+_ROUNDING = 0.1
+# One of so many batches that are looked at has samples replaced.
+_RARELY = 4
 # The bits of a row's number distinguish every two of so many rows.
 _MOST_ROWS = 8
 # Neither the program's generators, whose numbers would change, nor numbers that others know.
@@ -65,28 +69,31 @@ class AloneCheck:
        by an ordinary backward pass, the first of them once more after the others: two drawn at
        random, and of the first batch of a kind the first, the longest and the shortest one (by
        elements that are not zero, as padding is) and two that are equal;
-    2. they must give the same losses and gradients as in the batch, where they may be in another
-       row, and the first one the same as before;
+    2. they must give the same gradients as in the batch, where they may be in another row, and the
+       first one the same as before;
     3. of the first batch with two samples up to eight are differentiated together, with the same
        random numbers, after half of them were replaced by :func:`neighbours` of many kinds: the
-       others must give the same losses and gradients as before.
+       others must give the same gradients as before.
 
     1 and 2 are done with the first batch of every kind (dtypes, and shapes within a factor of two),
     and with one of :data:`RATE` others, drawn at random; with dropout, or if needed all modules, in
-    ``eval()`` mode if passes draw random numbers.  If the loss draws them by itself, there is 3
-    in place of 1 and 2, with a replacement drawn at random, and samples that are read again must be
-    among the rows of the batch, unless they are padded.
+    ``eval()`` mode if passes draw random numbers.  A fourth of these batches has 3, too, with one
+    replacement; all of them have it if the loss draws random numbers by itself, in place of 1 and
+    2, and samples that are read again must then be among the rows of the batch, unless padded.
 
-    A difference of less than 4 sqrt(eps) of the norm passes, for the coarsest dtype that occurs,
-    of B > 64 samples 64 / B times that, or a 16th; of gradients of 16 bits (and TF32) half of the
-    norm, unless step 3 shows it, in which sqrt(eps) passes.
-    A leak in a share s of the batches is found after 64 / s of them in expectation.
+    A difference d of a gradient of norm n passes if d < 4 sqrt(eps) max(n, C), for the coarsest
+    dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does d < n / 10 if it is
+    rounding: if as many copies of the sample have the gradient that it has in the batch.  Of 16
+    bits (and TF32) half of the norm passes, unless the loss differs by 4 sqrt(eps) or 3 shows it,
+    in which sqrt(eps) passes.
+    A leak in a share s of the rows, over all batches, is found after 32 / s batches in expectation.
 
     Args:
         model: the model that is trained.
         losses: returns the loss of each sample, (B,), of a batch and its number of samples.
         differentiate: returns losses and gradients of a batch's samples.
         parameters: the trainable parameters.
+        max_grad_norm: returns C, the norm to which gradients are clipped.
         keeps_layers: whether modules with trainable parameters of their own stay in training mode,
             outside of which hooks do not see them.
 
@@ -101,6 +108,7 @@ class AloneCheck:
         losses: Callable[[Any, int], torch.Tensor],
         differentiate: Differentiate,
         parameters: Sequence[nn.Parameter],
+        max_grad_norm: Callable[[], float],
         *,
         keeps_layers: bool = False,
     ) -> None:
@@ -109,6 +117,7 @@ class AloneCheck:
         self._losses = losses
         self._differentiate = differentiate
         self._parameters = parameters
+        self._max_grad_norm = max_grad_norm
         self._kinds: set[Any] = set()
         self._is_comparable: bool | None = None
         self._has_replaced = False
@@ -128,8 +137,7 @@ class AloneCheck:
             read: reads one of its samples again, as a batch of its own.
 
         Raises:
-            PrivacyError: if a sample has another loss or gradient alone, after others, or beside
-                others.
+            PrivacyError: if a sample has another gradient alone, after others, or beside others.
         """
         leaves, structure = pytree.tree_flatten(batch)
         kind = tuple((leaf.dtype, *map(int.bit_length, leaf.shape)) for leaf in leaves)
@@ -151,15 +159,13 @@ class AloneCheck:
             _require_same(self._differ(found[-1], found[0]))
         losses, gradients = self._differentiate(batch, size)
         if self._is_comparable:
-            compared = losses, gradients
-            if self.modules:
-                with evaluated(self.modules):
-                    compared = self._differentiate(batch, size)
-            self._compare(found[:-1], *compared, may_move=read is not None)
+            with evaluated(self.modules):
+                again = self._differentiate(batch, size) if self.modules else (losses, gradients)
+                self._compare(found[:-1], samples, leaves, structure, *again)
         else:
             _require_among(samples, leaves)
-        if not self._has_replaced or not self._is_comparable:
-            self._replace_others(leaves, structure, losses)
+        if not (self._has_replaced and self._is_comparable) or not _random.randrange(_RARELY):
+            self._replace_others(leaves, structure, gradients)
         if self._is_comparable is not None:
             self._kinds.add(kind)  # now, not before: a batch that failed may be tried again
         return losses, gradients
@@ -167,42 +173,52 @@ class AloneCheck:
     def _compare(
         self,
         found: Sequence[Alone],
+        samples: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Any,
         losses: torch.Tensor,
         gradients: Sequence[torch.Tensor],
-        *,
-        may_move: bool,
     ) -> None:
-        """Raise ``PrivacyError`` if samples alone have other losses or gradients than in a row.
+        """Raise ``PrivacyError`` if samples alone have another gradient than in a row.
 
-        In their own row, or in any if collate functions may have sorted them.
+        In their own row, or in any if collate functions have sorted them.
         """
-        norms = sample_norms([gradient.detach().float() for gradient in gradients])
-        usual = float(norms[norms.isfinite()].mean()) if norms.isfinite().any() else 0.0
-        for each in found:
-            if not self._differ(each, _row(each.row, losses, gradients), usual, len(losses)):
+        size = len(losses)
+        for each, sample in zip(found, samples, strict=True):
+            own = _row(each.row, losses, gradients)
+            if not self._differ(each, own, size):
                 continue
-            if may_move:
-                pairs = zip(gradients, each.gradient, strict=True)
-                squares = (
-                    (g.detach() - own).float().square().flatten(1).sum(1) for g, own in pairs
+            row = pytree.tree_unflatten([leaf[each.row, None] for leaf in leaves], structure)
+            if _equal(sample, row):
+                copies = pytree.tree_map(
+                    lambda leaf: leaf.expand(size, *leaf.shape[1:]).clone(), row
                 )
-                nearest = int(torch.stack([*squares]).sum(0).nan_to_num(torch.inf).argmin())
-                if not self._differ(each, _row(nearest, losses, gradients), usual, len(losses)):
+                of_copy = _row(each.row, *self._differentiate(copies, size))
+                if not self._differ(of_copy, own, size) and not _differ(each, own, 1.0, _ROUNDING):
+                    continue
+            else:
+                pairs = zip(gradients, each.gradient, strict=True)
+                squares = [
+                    (g.detach() - one).float().square().flatten(1).sum(1) for g, one in pairs
+                ]
+                nearest = int(torch.stack(squares).sum(0).nan_to_num(torch.inf).argmin())
+                if not self._differ(each, _row(nearest, losses, gradients), size):
                     continue
             raise PrivacyError(
                 f"a sample has a gradient of norm {norm_of(each.gradient):g} alone, and of "
-                f"{float(norms[each.row]):g} in its batch, so it would be clipped wrongly: the "
+                f"{norm_of(own.gradient):g} in its batch, so it would be clipped wrongly: the "
                 "loss of a sample may depend on this sample only, and not on the length that "
                 "others are padded to; the data set and collate_fn may compute nothing of the "
-                "whole batch; and every layer must get the samples in the order of the batch, "
-                "and use its weights itself"
+                "whole batch, and must give the same sample again, in this process; and every "
+                "layer must get the samples in the order of the batch, and use its weights itself"
             )
 
     def _replace_others(
-        self, leaves: Sequence[torch.Tensor], structure: Any, losses: torch.Tensor
+        self, leaves: Sequence[torch.Tensor], structure: Any, gradients: Sequence[torch.Tensor]
     ) -> None:
         """Raise ``PrivacyError`` if samples change when others of their batch are replaced."""
-        finite = losses.isfinite().nonzero().flatten().tolist()
+        norms = sample_norms([gradient.detach().float() for gradient in gradients])
+        finite = norms.isfinite().nonzero().flatten().tolist()
         if len(finite) < 2:
             return
         rows = torch.tensor(sorted(_random.sample(finite, min(len(finite), _MOST_ROWS))))
@@ -221,7 +237,8 @@ class AloneCheck:
             # As many samples and the same random numbers: with the same roundings.
             tolerance = math.sqrt(self._replay.epsilon)
             for row in kept:
-                if _differ(_row(row, *before), _row(row, *after), tolerance, tolerance):
+                one, other = _row(row, *before), _row(row, *after)
+                if _differ(one, other, tolerance, tolerance, self._max_grad_norm()):
                     raise PrivacyError(
                         "the loss of a sample depends on other samples of its batch, so that "
                         "clipping does not bound its influence: use a model that sees one sample "
@@ -281,7 +298,7 @@ class AloneCheck:
             with evaluated(modules):
                 one, again = (self._alone(sample, 0) for _ in range(2))
             _require_same(self._differ(one, again))
-            if not math.isfinite(one.loss):
+            if not math.isfinite(norm_of(one.gradient)):
                 return None
             # Not whether it changes: one that is rarely dropped may be in the next batch.
             if not self._replay.has_drawn:
@@ -318,25 +335,27 @@ class AloneCheck:
                 )
             waiting += [following for following, _ in node.next_functions]
 
-    def _differ(self, one: Alone, other: Alone, usual: float = 0.0, size: int = 1) -> bool:
-        """Return whether losses or gradients differ, whose norm is usually of this size."""
+    def _differ(self, one: Alone, other: Alone, size: int = 1) -> bool:
+        """Return whether gradients differ in batches of this size."""
         # Of many samples, each of which might change by as much because of one.
         part = min(1.0, max(_MANY / size, _LEAST))
         tolerance = 4 * math.sqrt(self._replay.epsilon) * part
-        of_gradients = 0.5 if self._replay.epsilon > _COARSE else tolerance
-        return _differ(one, other, tolerance, of_gradients, usual)
+        if self._replay.epsilon > _COARSE:
+            return _differ(one, other, tolerance, 0.5)
+        return _differ(one, other, math.inf, tolerance, self._max_grad_norm())
 
 
 def _differ(
-    one: Alone, other: Alone, tolerance: float, of_gradients: float, usual: float = 0.0
+    one: Alone, other: Alone, of_losses: float, of_gradients: float, least: float = 0.0
 ) -> bool:
+    """Return whether losses or gradients differ by these parts of their norms, or of ``least``."""
     distance = abs(one.loss - other.loss)
-    if math.isfinite(distance) and distance > tolerance * abs(one.loss):
+    if math.isfinite(distance) and distance > of_losses * abs(one.loss):
         return True
     pairs = zip(one.gradient, other.gradient, strict=True)
     distance = norm_of([a.double() - b.double() for a, b in pairs])
     # 0 x infinity, of samples that do not count, is no difference.
-    largest = max(norm_of(one.gradient), usual)
+    largest = max(norm_of(one.gradient), least)
     return math.isfinite(distance) and distance > of_gradients * largest + 1e-30
 
 

@@ -59,6 +59,7 @@ class BatchClipper(SampleClipper):
             self._losses,
             self._differentiate,
             self.parameters,
+            lambda: 0.0 if self.transform else self.max_grad_norm,  # C is of what it makes
             keeps_layers=self._has_hooks,
         )
 

@@ -87,7 +87,7 @@ def test_a_rule_for_vmap_that_mixes_is_refused() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return Mixes.apply(model(batch[0])).sum(1)
 
-    with pytest.raises(PrivacyError, match=WRONG):
+    with pytest.raises(PrivacyError, match="depends on other samples"):
         PerSampleGradients(nn.Linear(8, 8), loss, C).backward(draw(9))
 
 
@@ -154,7 +154,7 @@ def check_of(model: nn.Module, losses: Any) -> alone.AloneCheck:
         rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in found]
         return found.detach(), [torch.stack(each) for each in zip(*rows, strict=True)]
 
-    return alone.AloneCheck(model, losses, differentiate, parameters)
+    return alone.AloneCheck(model, losses, differentiate, parameters, lambda: C)
 
 
 def test_a_loss_that_draws_by_itself_is_compared_beside_others() -> None:
@@ -226,3 +226,95 @@ def test_less_may_leak_into_each_of_many_samples(rows: int, is_found: bool) -> N
         gradients.backward(
             (inputs * (1 + 3e-4), labels), lambda row: (inputs[row, None], labels[row, None])
         )
+
+
+def padded(rows: int, scale: float = 1.0) -> tuple[Batch, Any]:
+    """Return a batch of sentences that is padded to the longest one, and its reader."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 9, (rows,), generator=generator)
+    inputs = torch.randn(rows, 8, generator=generator)
+    inputs[torch.arange(8) >= lengths[:, None]] = 0
+    labels = torch.randint(8, (rows,), generator=generator)
+    inputs[0, :8] = scale
+    return (inputs, labels), lambda row: (inputs[row : row + 1, : lengths[row]], labels[row, None])
+
+
+class MeanOfPadded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs.unsqueeze(-1)).mean(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outlier", [1.0, 1e6])
+def test_an_outlier_hides_nothing(kind: Any, outlier: float) -> None:
+    batch, read = padded(20, outlier)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return 1e4 + (model(batch[0]).sum(1) - batch[0].sum(1)).square()
+
+    with pytest.raises(PrivacyError, match=WRONG):
+        kind(MeanOfPadded(), loss, C).backward(batch, read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_is_not_finite_hides_nothing(kind: Any) -> None:
+    batch, read = padded(20)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return entropies(model, batch) + torch.inf
+
+    with pytest.raises(PrivacyError, match=WRONG):
+        kind(MeanOfPadded(), loss, C).backward(batch, read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_no_dependence(kind: Any) -> None:
+    """Of differences between large numbers, in batches of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0])[:, 0] - batch[1]).square()
+
+    gradients = kind(model, loss, 1.0)
+    with mock.patch.object(alone, "RATE", 1):
+        for rows in (9, 100, 500):
+            inputs = 3e3 * torch.randn(rows, 8, generator=generator)
+            with torch.no_grad():
+                targets = model(inputs)[:, 0] + torch.randn(rows, generator=generator) / 30
+            gradients.backward(
+                (inputs, targets),
+                lambda row, b=(inputs, targets): (b[0][row, None], b[1][row, None]),
+            )
+    assert gradients.take().samples == 609
+
+
+class Guarded(nn.Module):
+    """Compares with a batch that it has seen, of more than one sample, once there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(8, 8), None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(inputs)
+        scale = 1.0 if self.seen is None or len(inputs) == 1 else self.seen
+        if len(inputs) > 1 and self.active:
+            self.seen = 1 + inputs.detach().mean().square()
+        return hidden * scale
+
+    active = False
+
+
+def test_a_memory_of_batches_alone_is_found_beside_others() -> None:
+    model = Guarded()
+    gradients = OpacusGradients(model, entropies, C)
+    gradients.backward(draw(9))
+    model.active = True
+    with mock.patch.object(alone, "RATE", 2), pytest.raises(PrivacyError):
+        deque(gradients.backward(draw(9, seed)) for seed in range(200))

@@ -40,7 +40,9 @@ class Probe:
         self.loss = loss
         self._model = model
         self._parameters = [*model.parameters()]
-        self.check = AloneCheck(model, self._losses, self._differentiate, self._parameters)
+        self.check = AloneCheck(
+            model, self._losses, self._differentiate, self._parameters, lambda: 1e-3
+        )
 
     def _losses(self, batch: Any, size: int) -> torch.Tensor:
         return self.loss(self._model, batch)

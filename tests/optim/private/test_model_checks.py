@@ -31,7 +31,7 @@ class Convolutional(nn.Module):
     [
         (nn.BatchNorm1d(4), "replace_batch_norm"),
         (nn.BatchNorm2d(4, track_running_stats=False), "replace_batch_norm"),
-        (nn.BatchNorm3d(4, affine=False).eval(), "replace_batch_norm"),
+        (nn.BatchNorm3d(4, affine=False), "replace_batch_norm"),
         (nn.SyncBatchNorm(4), "replace_batch_norm"),
         (nn.LazyBatchNorm2d(), "replace_batch_norm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False"),
