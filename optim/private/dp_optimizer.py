@@ -54,6 +54,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         not_finite: the number of this rank's samples that were left out so far, because their
             gradients were not finite.  Private, like the loss.
         releases: the counts of releases on which the inner optimizer's state depends.
+        witness: warns of writes of others to the model.
 
     Raises:
         ValueError: for an inner optimizer that needs a closure or holds other parameters.
@@ -94,7 +95,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
-        self._witness = Witness(gradients.parameters, model)
+        self.witness = Witness(gradients.parameters, model.module if model else None)
         watch(gradients.parameters, self)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
@@ -141,7 +142,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """
         self._raw.refuse()
         self._require_same_trained()
-        self.warn_of_others()
+        self.witness.look()
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
@@ -194,10 +195,6 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 "optimizer that make_private() returned"
             )
 
-    def warn_of_others(self) -> None:
-        """Warn, once, if something else has written to the model since the last step."""
-        self._witness.look()
-
     def _step_with(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             raise ValueError(
@@ -220,7 +217,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
                 "mechanism with the same max_grad_norm"
             )
-        self.warn_of_others()
+        self.witness.look()
         clipped = self.gradients.take()
         clipped.require_bounded(self.mechanism.max_grad_norm)
         self._tickets.finish(clipped.samples + clipped.not_finite)
@@ -235,14 +232,14 @@ class DPOptimizer(Settled, WrappingOptimizer):
             cast(torch.Tensor, weight.grad)[row] = 0
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
-        self._witness.note_gradients()
+        self.witness.note_gradients()
         token = _stepping.set(self.inner)
         try:
             self.inner.step()
         finally:
             _stepping.reset(token)
-        self._witness.look_at_gradients()
-        self._witness.note()
+        self.witness.look_at_gradients()
+        self.witness.note()
 
     def change(self, **settings: float) -> None:
         """Change settings of the coming steps; ``PrivacyEngine.change`` calls it on all ranks."""
@@ -291,7 +288,8 @@ class _RawGradients:
     """A detector of gradients in ``p.grad`` from ``loss.backward()``: not clipped, not noised."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+        # Hooks of a parameter that refer to it would keep it for ever.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._found = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._note)
@@ -305,8 +303,9 @@ class _RawGradients:
     def refuse(self) -> None:
         """Raise ``PrivacyError`` if ``loss.backward()`` has added gradients, and clear them."""
         found, self._found = self._found, False
-        if found and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
-            for parameter in self._parameters:
+        parameters = [p for ref in self._parameters if found and (p := ref()) is not None]
+        if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
+            for parameter in parameters:
                 parameter.grad = None
             raise PrivacyError(
                 "DPOptimizer: loss.backward() was called, but its gradients are neither clipped "

@@ -49,6 +49,7 @@ from comm_hooks.optim.private.gradients.model_checks import (
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
+from comm_hooks.optim.private.witness import Witness
 from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.requirements import require_choice, require_kind, require_within
 
@@ -114,8 +115,7 @@ class PrivacyEngine:
         # Of the last kind of step; computed anew for another kind.
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
-        # A reference cycle would keep the ledger locked.
-        self._trained: weakref.WeakSet[DPOptimizer] = weakref.WeakSet()
+        self._witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
 
     def make_private(
         self,
@@ -216,7 +216,7 @@ class PrivacyEngine:
             padding=padding_rows(module),
         )
         exchange.owner = private
-        self._trained.add(private)
+        self._witnesses.add(private.witness)
         return module, private, loader
 
     def make_private_with_epsilon(
@@ -382,8 +382,8 @@ class PrivacyEngine:
         require_choice(self, "observer", observer, ("model", "checkpoint", "rank"))
         require_delta(delta)
         self._require_small(delta)
-        for private in self._trained:
-            private.warn_of_others()
+        for witness in self._witnesses:
+            witness.look(at_all=True)
         return self.accountant.epsilon(seen_by(observer, self._history()), delta)
 
     def max_steps(

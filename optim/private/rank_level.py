@@ -63,7 +63,8 @@ class RankLevel(Settled, Unrepeatable):
         ValueError: for settings out of range.
         PrivacyError: from ``register()``, for a compressor that is not private with the placement,
             and for settings of DDP that send other things of a rank; in the backward pass, on all
-            ranks, if the budget is spent, or if the model has buffers of a rank's data.
+            ranks, if the budget is spent, or if the model has buffers of a rank's data; in a step,
+            for an optimizer that has gradients of other parameters.
 
     An optimizer that subtracts the variance of the noise
     (:class:`~comm_hooks.optim.private.DPAdamBC`) is told it before each step.
@@ -220,8 +221,17 @@ class RankLevel(Settled, Unrepeatable):
         Called before each step; gradients of ``padding_idx`` become zeros again.
 
         Raises:
-            PrivacyError: if it needs the variance, and compression makes it unknown.
+            PrivacyError: if it needs the variance, and compression makes it unknown; and if it
+                has gradients of other parameters.
         """
+        own = set(self._module.parameters())
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if others := [p for p in held if p.grad is not None and p not in own]:
+            raise PrivacyError(
+                f"RankLevel: this {type(optimizer).__name__} has gradients of {len(others)} "
+                "parameters outside of the model that was registered: nothing clips or noises "
+                "them. Make one module of all that is trained, and freeze the rest"
+            )
         if isinstance(optimizer, NoisedOptimizer):
             assert self.mechanism is not None, "attach() comes first"
             require_known_variance(type(optimizer), self.mechanism.scheme())

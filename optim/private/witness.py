@@ -1,62 +1,82 @@
 """A witness of what only private steps may change: the parameters and buffers of a model."""
 
 import random
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from comm_hooks.optim.private.gradients.alone import RATE
-from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.warnings import warn_program
 from comm_hooks.wire.checksum import fingerprint
 
 _ALWAYS = 2
 _random = random.SystemRandom()
+_witnesses: Any = WeakIdKeyDictionary()
+"""The witness of each model's first parameter: it lives as long as the model."""
 
 
 class Witness:
     """Warns, once, if something else has written to a model since the last private step.
 
-    Versions of parameters are compared each time.  Writes to ``p.data`` and by some kernels do not
-    count; so a fingerprint of all parameters and buffers, also of frozen ones, is taken after the
-    first two steps and after one of 64 others.
+    1. Buffers and frozen parameters must have the values that they had at the first step.
+    2. Trained parameters must have the version that they had after the last step, since when they
+       may have been written to in ways that count; and the values, after the first two steps and
+       one of 64 others.
 
     Args:
         parameters: the trained parameters.
-        model: the model; None: only the parameters are looked at.
+        module: the model; None: only the parameters are looked at.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], model: RegisteredModel | None) -> None:
-        self._parameters = parameters
-        self._model = model
+    def __init__(self, parameters: Sequence[torch.Tensor], module: nn.Module | None) -> None:
+        # A strong reference to a parameter would keep it and this object alive.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._module = None if module is None else weakref.ref(module)
         self._versions: list[int] | None = None
+        self._fixed: list[int] = []
         self._values: list[int] = []
+        self._released: list[tuple[int, int]] = []
         self._steps = 0
         self._has_warned = False
-        self._released: list[tuple[int, int]] = []
+        _witnesses[parameters[0]] = self
 
     def note(self) -> None:
         """Note the state of the model after a private step."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        trained = self._trained()
+        if self._versions is None:
+            self._fixed = self._fingerprints_of_fixed()
+        self._versions = [parameter._version for parameter in trained]
         is_due = self._steps < _ALWAYS or not _random.randrange(RATE)
-        self._values = self._fingerprints() if is_due else []
+        self._values = _fingerprints(trained) if is_due else []
         self._steps += 1
+
+    def look(self, *, at_all: bool = False) -> None:
+        """Warn if the model has changed since :meth:`note`.
+
+        Args:
+            at_all: whether to look at buffers and frozen parameters, also if it is not their turn.
+        """
+        if self._versions is None or self._has_warned:
+            return
+        trained = self._trained()
+        if (
+            [parameter._version for parameter in trained] != self._versions
+            or (self._values and _fingerprints(trained) != self._values)
+            or ((at_all or self._values) and self._fingerprints_of_fixed() != self._fixed)
+        ):
+            self._warn(
+                "parameters or buffers have changed since the last private step, by something "
+                "else: epsilon covers that only if it used no private data, as loading a "
+                "checkpoint or an average of earlier weights does"
+            )
 
     def note_gradients(self) -> None:
         """Note the released gradients, before the step of the optimizer that gets them."""
         self._released = self._gradients()
-
-    def look(self) -> None:
-        """Warn if the model has changed since :meth:`note`."""
-        if self._versions is None or self._has_warned:
-            return
-        now = [parameter._version for parameter in self._parameters]
-        if now != self._versions or (self._values and self._values != self._fingerprints()):
-            self._warn(
-                "parameters or buffers have changed since the last private step, by something "
-                "else: epsilon covers that only if it used no private data, as loading a "
-                "checkpoint or an average of weights does"
-            )
 
     def look_at_gradients(self) -> None:
         """Warn if the gradients have changed since :meth:`note_gradients`."""
@@ -72,13 +92,26 @@ class Witness:
         self._has_warned = True
         warn_program(f"DPOptimizer: {problem}")
 
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
+
     def _gradients(self) -> list[tuple[int, int]]:
         """Return the identity and version of each gradient; zeros for none."""
-        found = [parameter.grad for parameter in self._parameters]
+        found = [parameter.grad for parameter in self._trained()]
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
 
-    def _fingerprints(self) -> list[int]:
-        tensors = [*self._parameters] if self._model is None else self._model.tensors()
-        devices = dict.fromkeys(tensor.device for tensor in tensors)
-        parts = [[t for t in tensors if t.device == device] for device in devices]
-        return [int(fingerprint(part)) for part in parts]
+    def _fingerprints_of_fixed(self) -> list[int]:
+        module = None if self._module is None else self._module()
+        if module is None:
+            return []
+        trained = {id(parameter) for parameter in self._trained()}
+        every = (*module.parameters(), *module.buffers())
+        return _fingerprints(tensor for tensor in every if id(tensor) not in trained)
+
+
+def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return a fingerprint for each device."""
+    of_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        of_device.setdefault(tensor.device, []).append(tensor)
+    return [int(fingerprint(part)) for part in of_device.values()]

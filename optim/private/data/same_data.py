@@ -55,20 +55,21 @@ def compare_datasets(dataset: Dataset[Any], transport: Transport) -> None:
     with random_states_kept():
         own = [_digests(dataset, place, key) for place in places]
     of_ranks = transport.perform(AllGatherObject(own))
-    compared = 0
+    of_part: dict[str, set[str]] = {}
     for place, *of_rank in zip(places, *of_ranks, strict=True):
         for part in dict.fromkeys(part for found in of_rank for part in found):
             values = [found.get(part, "absent") for found in of_rank]
             if None in values:
                 continue
-            compared += 1
+            of_part.setdefault(part, set()).update(values)
             if len(set(values)) > 1:
                 raise ConfigMismatchError(
                     f"ranks have different data sets: the digest of the sample at index {place} "
                     f"{differences(values, transport.ranks)}. Split and shuffle with the same "
                     "seed on all ranks: a sample that is on two of them would count twice"
                 )
-    if not compared:
+    # A part that is the same in all samples shows nothing.
+    if not any(len(values) > 1 for values in of_part.values()) and length > 1:
         warnings.warn(
             "the data sets of ranks cannot be compared, except for their lengths: samples are "
             "random, or do not consist of tensors, arrays, numbers and text. Make sure that ranks "

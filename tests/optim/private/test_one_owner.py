@@ -1,15 +1,18 @@
 """What is released is a private step's, and nothing else changes what it trains."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from comm_hooks.optim.private import DPSGD, ClippedSum, PrivacyEngine, PrivacyError
+from comm_hooks.optim.private import DPSGD, ClippedSum, PrivacyEngine, PrivacyError, witness
 from tests.optim.private.test_tickets import dataset, forever, loss_function, private
 
 MODES = ["functorch", "hooks"]
@@ -102,6 +105,46 @@ def test_writing_between_steps_is_noticed(how: str, when: str) -> None:
         engine.get_epsilon(1e-5)
     with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
         step(True)
+
+
+@pytest.mark.parametrize("how", ["a frozen one", "a buffer"])
+def test_what_no_step_changes_is_looked_at_with_epsilon(how: str) -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, model=Centred())
+    with mock.patch.object(witness, "RATE", 10**9):
+        for _, batch in zip(range(6), forever(loader), strict=False):
+            optimizer.backward(batch)
+            optimizer.step()
+    writes(how, model)
+    with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
+        engine.get_epsilon(1e-5)
+
+
+def test_a_model_is_watched_after_its_optimizer_is_gone() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine)
+    optimizer.backward(next(iter(loader)))
+    optimizer.step()
+    optimizer.zero_grad()
+    alive = weakref.ref(optimizer)
+    del optimizer, loader
+    gc.collect()
+    assert alive() is None
+    raw_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
+        engine.get_epsilon(1e-5)
+
+
+def test_a_witness_does_not_keep_a_model() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine)
+    optimizer.backward(next(iter(loader)))
+    optimizer.step()
+    alive = [weakref.ref(model.weight), weakref.ref(model)]
+    del model, optimizer, loader
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+    engine.get_epsilon(1e-5)
 
 
 @pytest.mark.parametrize("way", ["in place", "another tensor"])

@@ -247,6 +247,13 @@ def refusals() -> dict[str, str]:
         backward(model, 0, dist.get_rank())
         DPAdamBC(model.parameters()).step()
 
+    def head_outside() -> None:
+        model, _ = private_model(1.0)
+        head = nn.Linear(10, 2)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        head(model(torch.ones(2, 40))).sum().backward()
+        optimizer.step()
+
     def on(net: Callable[[], nn.Module]) -> None:
         model, _ = private_model(1.0, net=net)
         backward(model, 0, dist.get_rank())
@@ -274,6 +281,7 @@ def refusals() -> dict[str, str]:
         ),
         "again": again,
         "variance": optimizer_on_compressed,
+        "head outside": head_outside,
         "state without noise": ordinary_round,
     }
     found = {}
@@ -297,6 +305,7 @@ REFUSED = {
     "shares of signs": "not private (rule 5)",
     "feedback before noise": "not private (rule 10)",
     "again": "RankLevel: it protects the rounds of another model",
+    "head outside": "RankLevel: this SGD has gradients of 2 parameters outside of the model",
     "variance": "DPAdamBC subtracts the variance of the noise",
     "state without noise": "the state was not saved by private training",
 }

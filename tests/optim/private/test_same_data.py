@@ -39,7 +39,7 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         inputs, label = self._data[index]
         noisy = inputs + torch.randn(6) + random.random() + np.random.rand()
-        return (noisy, label) if self._labels else (noisy, torch.randn(()), index)
+        return (noisy, label) if self._labels else (noisy, torch.randn(()), index, "a label")
 
 
 class OfManyThings(Dataset[Any]):
