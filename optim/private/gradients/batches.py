@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.data.tickets import Read
+from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.alone import AloneCheck
 from comm_hooks.optim.private.gradients.clipping import LossFunction, SampleClipper
 from comm_hooks.optim.private.gradients.model_checks import unwritten_parameters
@@ -109,9 +110,14 @@ class BatchClipper(SampleClipper):
                 filled = pytree.tree_unflatten(list(part), structure)
                 start = sum(map(len, losses))
                 losses.append(self._add_batch(filled, len(part[0]), read and _later(read, start)))
-        except BaseException:
+        except BaseException as error:
             # After running out of memory the same batch may be tried again: count no sample twice.
             self._start()
+            if "more than 1 value per channel" in str(error):
+                raise PrivacyError(
+                    "batch normalization is in training mode, and mixes the samples of a batch: "
+                    "use GroupNorm or LayerNorm, or eval() for its modules"
+                ) from error
             raise
         return torch.cat(losses).mean()
 

@@ -185,7 +185,8 @@ _OTHER_MODE = 'take grad_sample_mode="hooks"'
 # Ways out of errors of vmap, by a part of their texts.
 _WAYS_OUT = {
     "data-dependent": (
-        "it branches on values of a tensor: use torch.where or masks. Models of transformers look "
+        "it branches on values of a tensor: use torch.where or masks, and a comparison with "
+        "torch.arange for F.one_hot. Models of transformers look "
         "at their attention_mask: pass one of 4 dimensions, True where there is attention, in the "
         f'loss function, or attn_implementation="eager" for GPT-2; or {_OTHER_MODE}'
     ),
