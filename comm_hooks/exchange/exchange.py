@@ -26,7 +26,9 @@ from comm_hooks.exchange.bucket import Bucket, Buckets
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.noise_hook import Gate, NoiseHook
-from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
+from comm_hooks.exchange.routes.choosing import choose_route
+from comm_hooks.exchange.routes.ragged import RaggedShards
+from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.saved_state import Position
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.exchange.state import ExchangeState, Traffic

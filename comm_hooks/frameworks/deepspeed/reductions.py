@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.routes import fill_nan_
+from comm_hooks.exchange.routes.route import fill_nan_
 from comm_hooks.exchange.sparse import average_sparse
 
 

@@ -12,7 +12,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.exchange.routes import fill_nan_
+from comm_hooks.exchange.routes.route import fill_nan_
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.fsdp.units import Unit, warn_of_unsharded
 from comm_hooks.requirements import first_of
