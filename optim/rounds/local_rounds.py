@@ -15,7 +15,6 @@ from comm_hooks.optim.already_averaged import AveragingCheck
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.checks import check_rounds
-from comm_hooks.optim.rounds.client_rounds import play_round
 from comm_hooks.optim.rounds.participation import Aggregate, ClientSampling
 from comm_hooks.optim.rounds.round_exchange import RoundExchange
 from comm_hooks.optim.rounds.state import RoundsState
@@ -365,7 +364,7 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.warn_of_losses()
         self._inner_of_round = hyperparameters_of(self.inner.param_groups)
         with self.exchange.failing_together():
-            yield from play_round(self._round, self.participation, self.server, self._conclude)
+            yield from self._round.play(self.server, self._conclude)
 
     def leave_out(self, client: int) -> None:
         """Leave a client out of the present round, as if it had not been drawn.
