@@ -9,7 +9,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.noise_hook import COLLECTIVE_OF, Place
 from comm_hooks.exchange.routes.hierarchical import Hierarchical
-from comm_hooks.exchange.routes.one_shot import Gathered, Summed
+from comm_hooks.exchange.routes.one_shot import OneShot
 from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.routes.sharded import Sharded
 from comm_hooks.exchange.settings import ExchangeSettings
@@ -112,8 +112,10 @@ def choose_route(
                 exact_uplink=place == "owner",
             )
         else:
-            kind = Summed if collective == "all_reduce" else Gathered
-            routes[collective] = kind(layout, compressors, transport, settings.seed)
+            summed = collective == "all_reduce"
+            routes[collective] = OneShot(
+                layout, compressors, transport, settings.seed, summed=summed
+            )
     # min() keeps the first of equals, and the simplest routes come first.
     chosen = min(routes, key=lambda name: routes[name].traffic)
     logger.debug("%d elements are sent by %s", layout.work.numel(), chosen)
