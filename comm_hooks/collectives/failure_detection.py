@@ -97,20 +97,16 @@ class FailureDetector:
 
     Args:
         store: the key-value store of these ranks.
-        ranks: the global ranks of all members of the group.
-        own: the global rank of this process.
+        group: the process group of these ranks.
         timeout: the timeout of a collective.
-        progress: the round counter of this process in the group.
     """
 
-    def __init__(
-        self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta, progress: Progress
-    ) -> None:
+    def __init__(self, store: Store, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._store = PrefixStore("failures", store)
-        self._ranks = ranks
-        self._own = own
+        self._ranks = dist.get_process_group_ranks(group)
+        self._own = dist.get_rank()
         self._timeout = timeout
-        self._progress = progress
+        self._progress = progress_of(group)
         self._reasons: dict[int, str] = {}
 
     def report(self, error: BaseException) -> None:

@@ -92,16 +92,9 @@ class TorchDistributed(Transport):
         self._begun_in = self._progress.epoch
         name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
         of_group = PrefixStore(name, store)
-        self._failures = FailureDetector(
-            of_group, self.ranks, dist.get_rank(), timeout, self._progress
-        )
+        self._failures = FailureDetector(of_group, self._group, timeout)
         self._store_gather = StoreGather(
-            of_group,
-            self._group,
-            timeout.total_seconds(),
-            lambda absent, epoch: self._failures.has_failed(
-                [self.ranks[rank] for rank in absent], epoch
-            ),
+            of_group, self._group, timeout.total_seconds(), self._failures
         )
 
     @property
