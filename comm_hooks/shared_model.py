@@ -150,7 +150,7 @@ class _View:
     def switch(self, is_training: bool) -> bool:
         """Set parameters to this rank's or to the shared values; return whether they changed."""
         if is_training and self._shown is not None:
-            self._close(self._rounds.round_state.overwritten)
+            self._close(self._rounds.round_state.model.overwritten)
             return True
         if is_training or self._shown is not None:
             return False
