@@ -108,9 +108,7 @@ class _View:
     def add_hooks(self, part: nn.Module, *, is_root: bool) -> None:
         """Hook a submodule: saving takes the shared values, and loading sets the shared values."""
         rounds = self._rounds.round_state
-        places: list[int] = []
-        own: list[list[torch.Tensor] | None] = []
-        buffers: list[tuple[set[int], dict[str, torch.Tensor] | None]] = []
+        pending: list[tuple[list[int], Any, set[int], Any]] = []
 
         def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
             if prefix and not is_root:
@@ -124,20 +122,19 @@ class _View:
                         state[prefix + name] = value
 
         def to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-            named = module.named_parameters(recurse=False)
-            places[:] = rounds.places_of(p for name, p in named if prefix + name in state)
-            own[:] = [rounds.own_values(places)]
-            held = {
-                id(b) for name, b in module.named_buffers(recurse=False) if prefix + name in state
-            }
-            buffers[:] = [(held, rounds.buffers.copies() if own[0] is not None else None)]
+            named: Any = module.named_parameters(recurse=False)
+            places = rounds.places_of(p for name, p in named if prefix + name in state)
+            named = module.named_buffers(recurse=False)
+            held = {id(b) for name, b in named if prefix + name in state}
+            own = rounds.own_values(places)
+            pending[:] = [(places, own, held, None if own is None else rounds.buffers.copies())]
 
         def loaded(module: nn.Module, incompatible_keys: object) -> None:
-            if places:
-                rounds.adopt(places.copy(), own.pop())
-            if buffers:
-                rounds.buffers.adopt(*buffers.pop())
-            places.clear()
+            if pending:
+                places, own, held, buffers = pending.pop()
+                if places:
+                    rounds.adopt(places, own)
+                rounds.buffers.adopt(held, buffers)
 
         self._hooks += [
             part.register_state_dict_post_hook(_Hook(saved)),
@@ -153,7 +150,7 @@ class _View:
     def switch(self, is_training: bool) -> bool:
         """Set parameters to this rank's or to the shared values; return whether they changed."""
         if is_training and self._shown is not None:
-            self._close(self._rounds.round_state.overwritten)
+            self._close(self._rounds.round_state.model.overwritten)
             return True
         if is_training or self._shown is not None:
             return False

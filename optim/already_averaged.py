@@ -17,38 +17,31 @@ from comm_hooks.shards import whole
 _HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
-class AveragingCheck:
-    """A check that neither DDP nor FSDP has averaged the gradients that an optimizer exchanges."""
+def require_unaveraged(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise ``ValueError`` if DDP or FSDP averages the gradients of the parameters.
 
-    def __init__(self) -> None:
-        self._is_done = False
-
-    def check(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise ``ValueError`` if DDP or FSDP averages the gradients of the parameters.
-
-        Raises ``ConfigMismatchError`` if settings differ between ranks of a sharded model.  Does
-        nothing from the second call on.
-        """
-        if self._is_done:
-            return
-        if getattr(optimizer, "participation", None) is None:  # else ranks step when they like
-            require_consistent(optimizer)
-        ranks = optimizer.exchange.transport.ranks
-        if sharing := sharded_over(parameters, ranks):
-            raise ValueError(
-                f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP "
-                "has averaged the gradients that this optimizer exchanges itself: pass it ranks "
-                'that FSDP does not shard over, process_group=mesh["replicate"].get_group(), or '
-                "use an optimizer of torch with compress_reduce_scatter or compress_all_reduce"
-            )
-        hook = averaging_hook(parameters) if len(ranks) > 1 else None
-        if hook:
-            raise ValueError(
-                f"DDP has averaged the gradients (its hook: {hook}) that this optimizer exchanges "
-                "itself, so everything is sent twice: call register(ddp_model, optimizer) before "
-                "the first step"
-            )
-        self._is_done = True
+    Raises ``ConfigMismatchError`` if settings differ between ranks of a sharded model.  Does
+    nothing once ``optimizer.averaging_ruled_out`` is set, as it is after the first call.
+    """
+    if optimizer.averaging_ruled_out:
+        return
+    if getattr(optimizer, "participation", None) is None:  # else ranks step when they like
+        require_consistent(optimizer)
+    ranks = optimizer.exchange.transport.ranks
+    if sharing := sharded_over(parameters, ranks):
+        raise ValueError(
+            f"the parameters are sharded over ranks {', '.join(map(str, sharing))}, and FSDP has "
+            "averaged the gradients that this optimizer exchanges itself: pass it ranks that FSDP "
+            'does not shard over, process_group=mesh["replicate"].get_group(), or use an optimizer '
+            "of torch with compress_reduce_scatter or compress_all_reduce"
+        )
+    if hook := averaging_hook(parameters) if len(ranks) > 1 else None:
+        raise ValueError(
+            f"DDP has averaged the gradients (its hook: {hook}) that this optimizer exchanges "
+            "itself, so everything is sent twice: call register(ddp_model, optimizer) before the "
+            "first step"
+        )
+    optimizer.averaging_ruled_out = True
 
 
 def averaging_hook(parameters: Sequence[torch.Tensor]) -> str | None:

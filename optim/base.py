@@ -7,7 +7,11 @@ from typing import Any, ClassVar, NoReturn, overload
 
 import torch
 
-from comm_hooks.optim.hyperparameters import check_gradient, check_own_settings
+from comm_hooks.optim.hyperparameters import (
+    check_gradient,
+    check_hyperparameters,
+    check_own_settings,
+)
 
 Tensors = list[torch.Tensor]
 Group = dict[str, Any]
@@ -19,6 +23,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
     _compiles: ClassVar[bool] = True
     """Whether a step may be part of a graph of ``torch.compile``."""
+
+    averaging_ruled_out = False
+    """Whether it is known that DDP and FSDP do not average the gradients, which are exchanged."""
 
     published: ClassVar[Mapping[str, Any]]
     """The exchange in the method's paper, for :meth:`~comm_hooks.ExchangeSettings.from_dict`."""
@@ -122,13 +129,12 @@ class ExactStateOptimizer(SteppingOptimizer):
 class BatchedOptimizer(ExactStateOptimizer):
     """An optimizer that updates parameters of one device and dtype together.
 
-    A subclass implements :meth:`_check_group` and :meth:`_update`.  Parameters without a gradient
-    stay as they are.
+    A subclass implements :meth:`_update`.  Parameters without a gradient stay as they are.
     """
 
-    @abstractmethod
     def _check_group(self, settings: Group) -> None:
         """Raise ``ValueError`` for hyperparameters of a parameter group that are out of range."""
+        check_hyperparameters(self, **settings)
 
     @abstractmethod
     def _update(self, parameters: Tensors, group: Group) -> None:

@@ -13,7 +13,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
-from comm_hooks.optim.already_averaged import AveragingCheck
+from comm_hooks.optim.already_averaged import require_unaveraged
 from comm_hooks.optim.base import (
     ExactStateOptimizer,
     Group,
@@ -92,9 +92,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
     own_state: ClassVar[tuple[str, ...]] = ()
     """Keys of a parameter's state with values that differ between ranks: every rank saves them."""
 
-    averaging_ruled_out = False
-    """Whether DDP and FSDP cannot average the gradients, so that the first step need not check."""
-
     is_paused = False
     """Whether ``step()`` returns without doing anything."""
 
@@ -120,7 +117,6 @@ class ExchangingOptimizer(ExactStateOptimizer):
         super().__init__(local_shards(params), defaults)
         require_part_for_all(self, parameters_of(self.param_groups))
         self.exchange = exchange
-        self._averaging = AveragingCheck()
         exchange.agree_on({"optimizer": type(self).__name__, **settings})
         exchange.owner, exchange.owner_counts = self, True
 
@@ -290,8 +286,7 @@ class ExchangingOptimizer(ExactStateOptimizer):
         if frozen:
             names = self.names()
             self._frozen.check_later([names[place] for place in frozen])
-        if not self.averaging_ruled_out:
-            self._averaging.check(self, self._parameters())
+        require_unaveraged(self, self._parameters())
         if grad_scale is not None:
             torch._foreach_div_(gradients, grad_scale)
         return gradients

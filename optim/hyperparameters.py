@@ -9,7 +9,6 @@ from comm_hooks.requirements import (
     in_one_line,
     refuse,
     require_flag,
-    require_positive,
     require_within,
 )
 
@@ -60,25 +59,6 @@ def check_own_settings(owner: object, group: Mapping[str, Any], known: Collectio
                 f"{name}: a group has {key}={in_one_line(group[key])}, which {name} does not have: "
                 "leave it out"
             )
-
-
-def check_freeze_step(owner: object, freeze_step: int, total_steps: int | None) -> None:
-    """Raise ``ValueError`` for a ``freeze_step`` below 1 or not below ``total_steps``.
-
-    Args:
-        owner: the optimizer, or its name, for messages.
-        freeze_step: the last step with exact gradients, at least 1.
-        total_steps: the number of steps of the run; None if unknown.
-    """
-    require_positive(owner, "freeze_step", freeze_step)
-    if total_steps is None:
-        return
-    require_positive(owner, "total_steps", total_steps)
-    if freeze_step >= total_steps:
-        raise ValueError(
-            f"{type(owner).__name__}: freeze_step {freeze_step} leaves none of total_steps "
-            f"{total_steps} to compress: take 20 %"
-        )
 
 
 def check_gradient(owner: object, gradient: torch.Tensor) -> None:

@@ -324,17 +324,28 @@ def plan_rounds(
     ranks = transport.world_size
     most = len(shapes) if most_fragments is None else most_fragments
     longest = _LONGEST if total_steps is None else _longest(total_steps)
+    named, numels = list(shapes.items()), [math.prod(shape) for shape in shapes.values()]
+
+    def bits(density: float, local_steps: int, fragments: int, sharded: bool) -> float:
+        """Return the bits that a rank sends per parameter and step."""
+        exchange = make_exchange(density, transport, sharded=sharded)
+        sent = sum(
+            exchange.bytes_per_round(dict(named[i] for i in part), {"contributors": (ranks,)})
+            for part in cut(numels, fragments)
+        )
+        return 8 * sent / local_steps / sum(numels)
+
     forms = [
-        _Form(shapes, transport, local_steps, fragments, sharded)
+        (local_steps, fragments, sharded)
         for local_steps in range(_SHORTEST, longest + 1)
         # In several fragments the link is used evenly, and every one has headers of its own.
         for fragments in sorted({min(local_steps, most), 1}, reverse=True)
         # Up to a few ranks shards send as much as an all-gather, and lose by compressing again.
         for sharded in ((True, False) if ranks > _GATHERED else (False,))
     ]
-    fitting = (form for form in forms if form.bits(_DENSITY) <= budget)
-    form = next(fitting, min(forms[-2:], key=lambda form: form.bits(_SPARSEST)))
-    if (least := form.bits(_SPARSEST)) > budget:
+    fitting = (form for form in forms if bits(_DENSITY, *form) <= budget)
+    form = next(fitting, min(forms[-2:], key=lambda form: bits(_SPARSEST, *form)))
+    if (least := bits(_SPARSEST, *form)) > budget:
         raise ValueError(
             f"low_communication: {budget:g} bits per parameter and step are too few: {longest} "
             f"local steps per exchange need {math.ceil(1e4 * least) / 1e4:g}"
@@ -343,18 +354,16 @@ def plan_rounds(
     sparse, dense = _SPARSEST, _DENSEST
     for _ in range(20):  # until it is known to a millionth
         middle = math.sqrt(sparse * dense)
-        if form.bits(middle) <= budget:
+        if bits(middle, *form) <= budget:
             sparse = middle
         else:
             dense = middle
     return RoundsPlan(
-        form.local_steps,
-        form.fragments,
-        form.sharded,
+        *form,
         density=sparse,
         decay=max(0.5, 1 - _FADES * sparse),
         outer_lr=_OUTER * math.sqrt(ranks) if ranks > 1 else 1.0,
-        bits=form.bits(sparse),
+        bits=bits(sparse, *form),
     )
 
 
@@ -366,26 +375,3 @@ def _longest(total_steps: int) -> int:
     """
     in_turn = int(_DENSITY * total_steps)
     return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A :class:`RoundsPlan` before its density is chosen."""
-
-    shapes: Mapping[str, Sequence[int]]
-    transport: Transport
-    local_steps: int
-    fragments: int
-    sharded: bool
-
-    def bits(self, density: float) -> float:
-        """Return the bits that a rank sends per parameter and step."""
-        exchange = make_exchange(density, self.transport, sharded=self.sharded)
-        named = list(self.shapes.items())
-        numels = [math.prod(shape) for _, shape in named]
-        flags = {"contributors": (self.transport.world_size,)}
-        sent = sum(
-            exchange.bytes_per_round(dict(named[i] for i in part), flags)
-            for part in cut(numels, self.fragments)
-        )
-        return 8 * sent / self.local_steps / sum(numels)

@@ -6,7 +6,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.optim.base import BatchedOptimizer, Group, Tensors, state_dtype, widened
-from comm_hooks.optim.hyperparameters import check_hyperparameters
 from comm_hooks.optim.moments import zeros
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -70,9 +69,6 @@ class Muon(BatchedOptimizer):
             if parameter.ndim != 2:
                 shape = tuple(parameter.shape)
                 raise ValueError(f"Muon: parameters must be matrices, got one of shape {shape}")
-
-    def _check_group(self, settings: Group) -> None:
-        check_hyperparameters(self, **settings)
 
     def _update(self, parameters: Tensors, group: Group) -> None:
         momentum, lr = group["momentum"], group["lr"]

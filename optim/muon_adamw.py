@@ -97,10 +97,8 @@ class MuonAdamW(ExactStateOptimizer):
 
     def _share(self) -> None:
         """Let the two inner optimizers use the groups and the state of this optimizer."""
-        self._muon.param_groups, self._rest.param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
+        self._muon.param_groups = self.param_groups[:1]
+        self._rest.param_groups = self.param_groups[1:]
         self._muon.state = self._rest.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,34 +13,11 @@ from typing import Any, Literal
 
 import torch
 
+from comm_hooks import optim
 from comm_hooks.config import check_options, unknown
 from comm_hooks.exchange import Exchange
-from comm_hooks.optim.adam import Adam, AMSGrad
-from comm_hooks.optim.laprop import LaProp
-from comm_hooks.optim.local_variance_adam import LocalVarianceAdam
-from comm_hooks.optim.low_communication import low_communication
 from comm_hooks.optim.moments import shortened
-from comm_hooks.optim.muon_adamw import MuonAdamW
-from comm_hooks.optim.published.cocktail_sgd import CocktailSGD
-from comm_hooks.optim.published.demo import DeMo
-from comm_hooks.optim.published.dgc import DGC
-from comm_hooks.optim.published.ef21 import EF21, CDAdam
-from comm_hooks.optim.published.fetch_sgd import FetchSGD
-from comm_hooks.optim.published.marina import Marina
-from comm_hooks.optim.published.micro_adam import MicroAdam
-from comm_hooks.optim.published.one_bit_adam import OneBitAdam
-from comm_hooks.optim.published.one_bit_lamb import OneBitLamb
-from comm_hooks.optim.published.zero_one_adam import ZeroOneAdam
-from comm_hooks.optim.rounds.algorithms import (
-    SAFL,
-    DiLoCo,
-    FedAMS,
-    FedAvg,
-    FedLAMB,
-    LocalAdamW,
-    MuLoCo,
-    SparseLoCo,
-)
+from comm_hooks.optim.rounds.algorithms import LocalAdamW
 from comm_hooks.requirements import in_one_line, is_number
 
 Options = dict[str, Any]
@@ -223,35 +200,44 @@ def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
 _MAKERS: Mapping[str, tuple[Callable[..., Any], Callable[[Defaults], Options]]] = {
     # fused: a sixth of the step's time on a CPU
     "adamw": (torch.optim.AdamW, lambda d: d.of_adamw(fused=True)),
-    "adam": (Adam, Defaults.of_adamw),
-    "amsgrad": (AMSGrad, Defaults.of_adamw),
-    "laprop": (LaProp, Defaults.of_adamw),
-    "muon_adamw": (MuonAdamW, Defaults.of_adamw),
+    "adam": (optim.Adam, Defaults.of_adamw),
+    "amsgrad": (optim.AMSGrad, Defaults.of_adamw),
+    "laprop": (optim.LaProp, Defaults.of_adamw),
+    "muon_adamw": (optim.MuonAdamW, Defaults.of_adamw),
     "local_variance_adam": (
-        LocalVarianceAdam,
+        optim.LocalVarianceAdam,
         lambda d: d.of_adamw(betas=(shortened(d.betas[0], 0.5), d.betas[1])),
     ),
-    "low_communication": (low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
+    "low_communication": (optim.low_communication, lambda d: d.of_adamw(total_steps=d.steps)),
     "local_adamw": (LocalAdamW, Defaults.of_adamw),
-    "one_bit_adam": (OneBitAdam, Defaults.freezing),
-    "one_bit_lamb": (OneBitLamb, Defaults.freezing),
-    "zero_one_adam": (ZeroOneAdam, lambda d: d.of_adamw(var_freeze_step=max(1, d.steps // 2))),
-    "cd_adam": (CDAdam, Defaults.of_adamw),
-    "micro_adam": (MicroAdam, Defaults.of_adamw),
-    "fetch_sgd": (FetchSGD, lambda _: {"lr": 0.05, "density": 0.01, "rows": 5, "masking": True}),
-    "marina": (Marina, lambda _: {"lr": 0.01, "p": 0.05}),
-    "ef21": (EF21, lambda _: {"lr": 0.003, "momentum": 0.9}),
-    "dgc": (DGC, lambda _: {"lr": 0.03, "clip_norm": 1.0}),
-    "demo": (DeMo, lambda _: {"lr": 1e-3}),
-    "cocktail_sgd": (CocktailSGD, lambda _: {"lr": 0.003, "momentum": 0.9}),
-    "safl": (SAFL, lambda d: d.of_adamw(local_steps=1, local_lr=0.1, amsgrad=False)),
-    "fed_avg": (FedAvg, lambda _: {"lr": 0.03, "local_steps": 8}),
+    "one_bit_adam": (optim.OneBitAdam, Defaults.freezing),
+    "one_bit_lamb": (optim.OneBitLamb, Defaults.freezing),
+    "zero_one_adam": (
+        optim.ZeroOneAdam,
+        lambda d: d.of_adamw(var_freeze_step=max(1, d.steps // 2)),
+    ),
+    "cd_adam": (optim.CDAdam, Defaults.of_adamw),
+    "micro_adam": (optim.MicroAdam, Defaults.of_adamw),
+    "fetch_sgd": (
+        optim.FetchSGD,
+        lambda _: {"lr": 0.05, "density": 0.01, "rows": 5, "masking": True},
+    ),
+    "marina": (optim.Marina, lambda _: {"lr": 0.01, "p": 0.05}),
+    "ef21": (optim.EF21, lambda _: {"lr": 0.003, "momentum": 0.9}),
+    "dgc": (optim.DGC, lambda _: {"lr": 0.03, "clip_norm": 1.0}),
+    "demo": (optim.DeMo, lambda _: {"lr": 1e-3}),
+    "cocktail_sgd": (optim.CocktailSGD, lambda _: {"lr": 0.003, "momentum": 0.9}),
+    "safl": (optim.SAFL, lambda d: d.of_adamw(local_steps=1, local_lr=0.1, amsgrad=False)),
+    "fed_avg": (optim.FedAvg, lambda _: {"lr": 0.03, "local_steps": 8}),
     # As the paper has it, its first round has nothing but eps to divide by.
-    "fed_ams": (FedAMS, lambda _: {"bias_correction": True, "bound": "client", "local_steps": 8}),
-    "fed_lamb": (FedLAMB, lambda _: {"lr": 1e-2, "local_steps": 8}),
-    "diloco": (DiLoCo, lambda d: d.of_adamw(local_steps=30)),
-    "mu_lo_co": (MuLoCo, lambda d: d.of_adamw(local_steps=30)),
-    "sparse_loco": (SparseLoCo, lambda d: d.of_adamw(local_steps=15)),
+    "fed_ams": (
+        optim.FedAMS,
+        lambda _: {"bias_correction": True, "bound": "client", "local_steps": 8},
+    ),
+    "fed_lamb": (optim.FedLAMB, lambda _: {"lr": 1e-2, "local_steps": 8}),
+    "diloco": (optim.DiLoCo, lambda d: d.of_adamw(local_steps=30)),
+    "mu_lo_co": (optim.MuLoCo, lambda d: d.of_adamw(local_steps=30)),
+    "sparse_loco": (optim.SparseLoCo, lambda d: d.of_adamw(local_steps=15)),
 }
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {

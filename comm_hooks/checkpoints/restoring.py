@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,19 +155,14 @@ def _saved(
         )
     if saved_ranks == ranks:
         _require_all(found, found[0], storage)
-    _require_one_partition(saved_ranks, [f[0] for f in found if f[1:3] == found[0][1:3]])
-    return saved_ranks, saved_step
-
-
-def _require_one_partition(group: Sequence[int], others: Iterable[Sequence[int]]) -> None:
-    """Raise ``ValueError`` if ranks that exchanged in different groups exchange together now."""
-    for other in others:
-        if set(other).isdisjoint(group):
+    for other in (f[0] for f in found if f[1:3] == found[0][1:3]):
+        if set(other).isdisjoint(saved_ranks):
             raise ValueError(
-                f"these ranks exchanged in several groups when they saved, ranks {list(group)} and "
-                f"ranks {list(other)} among them: residuals of several groups cannot be merged. "
-                "Make the same process groups as in the run that saved"
+                f"these ranks exchanged in several groups when they saved, ranks {saved_ranks} and "
+                f"ranks {other} among them: residuals of several groups cannot be merged. Make the "
+                "same process groups as in the run that saved"
             )
+    return saved_ranks, saved_step
 
 
 def _finding(entry: dict[str, Any] | str) -> Any:

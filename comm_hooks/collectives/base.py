@@ -58,10 +58,13 @@ class Transport(ABC):
         """
         return compute()
 
-    def run(self, round_: Round[Result]) -> Result:
-        """Run a round, a generator of requests, to its end, blocking, and return its result."""
+    def run(self, round_: Round[Result], request: Request | None = None) -> Result:
+        """Run a round, a generator of requests, to its end, blocking, and return its result.
+
+        A round that has begun goes on with the ``request`` that it has yielded.
+        """
         try:
-            request = next(round_)
+            request = request or next(round_)
             while True:
                 request = self.advance(round_, request)
         except StopIteration as stop:

@@ -4,10 +4,11 @@ import json
 import re
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -97,20 +98,16 @@ class FailureDetector:
 
     Args:
         store: the key-value store of these ranks.
-        ranks: the global ranks of all members of the group.
-        own: the global rank of this process.
+        group: the process group of these ranks.
         timeout: the timeout of a collective.
-        progress: the round counter of this process in the group.
     """
 
-    def __init__(
-        self, store: Store, ranks: Sequence[int], own: int, timeout: timedelta, progress: Progress
-    ) -> None:
+    def __init__(self, store: Store, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._store = PrefixStore("failures", store)
-        self._ranks = ranks
-        self._own = own
+        self._ranks = dist.get_process_group_ranks(group)
+        self._own = dist.get_rank()
         self._timeout = timeout
-        self._progress = progress
+        self._progress = progress_of(group)
         self._reasons: dict[int, str] = {}
 
     def report(self, error: BaseException) -> None:
@@ -135,23 +132,32 @@ class FailureDetector:
         name = f"{epoch} {kind} {rank}"
         return json.loads(self._store.get(name)) if self._store.check([name]) else None
 
-    def explain(
-        self, epoch: int, error: BaseException, request: Request, waited: float
-    ) -> PeerError:
-        """End the epoch; return an error that names the ranks at fault.
-
-        Waits some seconds for the reports of all ranks.
+    @contextmanager
+    def explaining(self, epoch: int, request: Request) -> Iterator[None]:
+        """Return a context for a collective: an error in it ends the epoch.
 
         Args:
-            epoch: the epoch of the collective that failed.
-            error: the error of the network library.
+            epoch: the epoch of the collective.
             request: the collective.
-            waited: the seconds that this rank has waited in it.
+
+        Raises:
+            PeerError: in place of an error of the network library, with the ranks at fault; after
+                some seconds of waiting for the reports of all ranks.
         """
-        self._progress.fail(epoch)
-        if epoch not in self._reasons:
-            self._reasons[epoch] = self._find_reason(request, epoch, waited)
-        return PeerError(f"an exchange failed because {self._reasons[epoch]} ({_line(error)})")
+        begin = time.monotonic()
+        try:
+            yield
+        except PeerError:
+            self._progress.fail(epoch)
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            waited = time.monotonic() - begin
+            traceback.clear_frames(error.__traceback__)  # their messages keep connections open
+            self._progress.fail(epoch)
+            if epoch not in self._reasons:
+                self._reasons[epoch] = self._find_reason(request, epoch, waited)
+            reason = f"{self._reasons[epoch]} ({_line(error)})"
+            raise PeerError(f"an exchange failed because {reason}") from error
 
     def _find_reason(self, request: Request, epoch: int, waited: float) -> str:
         longest = min(_LONGEST_SECONDS, self._timeout.total_seconds())

@@ -1,9 +1,7 @@
 """A transport over gloo connections that belong to no process group of ``torch.distributed``."""
 
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, get_args
@@ -34,8 +32,7 @@ class GlooRanks(Transport):
         store: a key-value store that only these ranks use.
         rank, world_size: the rank of this process among these ranks, and their number.
         timeout: the timeout of a collective; None: torch's default.
-        explain: returns the error to raise instead of a network error during a request, given
-            the seconds that this rank has waited in it.
+        explaining: returns the context of a request, which explains errors of the network.
 
     Not supported: tensors on accelerators.
     """
@@ -46,13 +43,13 @@ class GlooRanks(Transport):
         rank: int,
         world_size: int,
         timeout: timedelta | None,
-        explain: Callable[[BaseException, Request, float], BaseException],
+        explaining: Callable[[Request], AbstractContextManager[None]],
     ) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
         self._timeout = timeout or dist.default_pg_timeout
-        self._explain = explain
+        self._explaining = explaining
         self._parts: dict[Group, GlooRanks] = {}
         self._made: Rings | None = None
         self.is_closed = False
@@ -105,16 +102,6 @@ class GlooRanks(Transport):
         with self._explaining(request):
             return self._perform(request)
 
-    @contextmanager
-    def _explaining(self, request: Request) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        except (TimeoutError, RuntimeError) as error:
-            waited = time.monotonic() - begin
-            traceback.clear_frames(error.__traceback__)  # their messages keep connections open
-            raise self._explain(error, request, waited) from error
-
     def _perform(self, request: Request) -> Any:
         if isinstance(request, AllReduce):
             self._rings.all_reduce_(request.payload)
@@ -134,7 +121,7 @@ class GlooRanks(Transport):
                 members.index(self.rank),
                 len(members),
                 self._timeout,
-                self._explain,
+                self._explaining,
             )
         if self.is_closed:
             self.close()  # the new part, too

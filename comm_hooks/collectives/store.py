@@ -3,13 +3,18 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm_hooks.collectives.failure_detection import different_requests, progress_of, within
+from comm_hooks.collectives.failure_detection import (
+    FailureDetector,
+    different_requests,
+    progress_of,
+    within,
+)
 from comm_hooks.collectives.requests import AllGatherObject, decoded, encoded
 from comm_hooks.errors import PeerError
 
@@ -33,7 +38,7 @@ class StoreGather:
         store: the key-value store of these ranks.
         group: the process group of these ranks.
         timeout_seconds: the longest time to wait for other ranks.
-        is_over: returns whether waiting longer is useless, given absent group ranks and the epoch.
+        failures: tells whether absent ranks have ended the epoch, so that waiting is useless.
     """
 
     def __init__(
@@ -41,13 +46,13 @@ class StoreGather:
         store: Store,
         group: dist.ProcessGroup,
         timeout_seconds: float,
-        is_over: Callable[[Sequence[int], int], bool],
+        failures: FailureDetector,
     ) -> None:
         self._store = PrefixStore("notices", store)
-        self._group = group
+        self._ranks, self._own = dist.get_process_group_ranks(group), dist.get_rank(group)
         self._progress = progress_of(group)
         self._timeout_seconds = timeout_seconds
-        self._is_over = is_over
+        self._failures = failures
 
     def gather(self, request: AllGatherObject, epoch: int) -> list[Any]:
         """Return the values of all ranks, in rank order.
@@ -60,25 +65,23 @@ class StoreGather:
             PeerError: on all ranks, if ranks compare different things (settings, tensors).
             TimeoutError: if the value of a rank does not arrive in time.
         """
-        if dist.get_world_size(self._group) == 1:
+        if len(self._ranks) == 1:
             return [decoded(encoded(request.payload))]
         name = self._progress.compare(epoch)
         seconds = self._timeout_seconds + _SECONDS_TO_ANSWER
         found = within(seconds, lambda: self._gather(name, request, epoch))
         said = [decoded(each) for each in found]
-        named = dist.get_process_group_ranks(self._group)
-        requests = dict(zip(named, (next(iter(each)) for each in said), strict=True))
+        requests = dict(zip(self._ranks, (next(iter(each)) for each in said), strict=True))
         if reason := different_requests(requests):
             raise PeerError(f"an exchange failed because {reason}")
         return [each[str(request)] for each in said]
 
     def _gather(self, name: str, request: AllGatherObject, epoch: int) -> list[bytes]:
-        ranks, own = dist.get_world_size(self._group), dist.get_rank(self._group)
         text = json.dumps({str(request): request.payload}).encode()
         mark = hashlib.sha256(text).hexdigest()
-        self._store.set(f"{name} value {own}", text.decode())
-        self._store.set(f"{name} digest {own}", mark)
-        places = [f"{name} digest {rank}" for rank in range(ranks)]
+        self._store.set(f"{name} value {self._own}", text.decode())
+        self._store.set(f"{name} digest {self._own}", mark)
+        places = [f"{name} digest {rank}" for rank in range(len(self._ranks))]
         self._wait(places, epoch)
         found = []
         for rank, place in enumerate(places):
@@ -90,8 +93,9 @@ class StoreGather:
         until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         # Not Store.wait(): it would block all other threads of the store.
         while not self._store.check(list(places)):
-            absent = [rank for rank, place in enumerate(places) if not self._store.check([place])]
-            if absent and (time.monotonic() > until or self._is_over(absent, epoch)):
+            pairs = zip(self._ranks, places, strict=True)
+            absent = [rank for rank, place in pairs if not self._store.check([place])]
+            if absent and (time.monotonic() > until or self._failures.has_failed(absent, epoch)):
                 raise TimeoutError(f"{len(absent)} of {len(places)} ranks have sent no values")
             time.sleep(poll)
             poll = min(2 * poll, _POLL_SECONDS)

@@ -1,11 +1,9 @@
 """A transport over a ``torch.distributed`` process group."""
 
 import os
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -34,7 +32,6 @@ from comm_hooks.collectives.requests import (
 )
 from comm_hooks.collectives.store import StoreGather
 from comm_hooks.collectives.worker import RoundWorker
-from comm_hooks.errors import PeerError
 
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -92,16 +89,9 @@ class TorchDistributed(Transport):
         self._begun_in = self._progress.epoch
         name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
         of_group = PrefixStore(name, store)
-        self._failures = FailureDetector(
-            of_group, self.ranks, dist.get_rank(), timeout, self._progress
-        )
+        self._failures = FailureDetector(of_group, self._group, timeout)
         self._store_gather = StoreGather(
-            of_group,
-            self._group,
-            timeout.total_seconds(),
-            lambda absent, epoch: self._failures.has_failed(
-                [self.ranks[rank] for rank in absent], epoch
-            ),
+            of_group, self._group, timeout.total_seconds(), self._failures
         )
 
     @property
@@ -143,8 +133,8 @@ class TorchDistributed(Transport):
         names = self._compare(AllGatherObject(uuid.uuid4().hex, about="connections"))
         default_store = dist.distributed_c10d._get_default_store()
         store = PrefixStore(f"comm_hooks {names[0]}", default_store)
-        explain = partial(self._failures.explain, self.epoch)
-        made = GlooRanks(store, self.rank, self.world_size, _timeout(self._group), explain)
+        explaining = partial(self._failures.explaining, self.epoch)
+        made = GlooRanks(store, self.rank, self.world_size, _timeout(self._group), explaining)
         self._progress.connections.add(made)
         return made
 
@@ -157,7 +147,7 @@ class TorchDistributed(Transport):
         return self._perform(request)
 
     def _compare(self, request: AllGatherObject) -> list[Any]:
-        with self._explaining(request):
+        with self._failures.explaining(self.epoch, request):
             return self._store_gather.gather(request, self.epoch)
 
     def _perform(self, request: Request) -> Any:
@@ -166,22 +156,10 @@ class TorchDistributed(Transport):
         if self._is_gloo and on_cpu:
             return self._gloo.perform(request)
         group = self._part(request.group)
-        with self._explaining(request):
+        with self._failures.explaining(self.epoch, request):
             work, reply = self._issue(request, group)
             work.wait()
             return reply
-
-    @contextmanager
-    def _explaining(self, request: Request) -> Iterator[None]:
-        epoch, begin = self.epoch, time.monotonic()
-        try:
-            yield
-        except PeerError:
-            self._progress.fail(epoch)
-            raise
-        except (TimeoutError, RuntimeError) as error:
-            waited = time.monotonic() - begin
-            raise self._failures.explain(epoch, error, request, waited) from error
 
     @property
     def _device(self) -> torch.device:

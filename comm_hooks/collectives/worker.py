@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.gloo import GlooRanks
 from comm_hooks.collectives.requests import Request, Result, Round
 from comm_hooks.errors import PeerError
-from comm_hooks.profiling import SEND, record_function
 
 _SECONDS_TO_END = 5.0
 
@@ -77,7 +75,7 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: GlooRanks) -> None:
             try:
                 if failure:
                     raise PeerError(f"an earlier exchange failed: {failure}")
-                result = _finish(round_, request, transport)
+                result = transport.run(round_, request)
             except Exception as error:
                 # Not the exception itself, which holds the round and with it the exchange.
                 failure = failure or f"{type(error).__name__}: {error}"
@@ -87,20 +85,6 @@ def _work(jobs: "SimpleQueue[_Job | None]", transport: GlooRanks) -> None:
                 future.set_result(result)
             # A finished job must not keep its exchange alive until the next one.
             del job, round_, request, future
-
-
-def _finish(round_: Round[Result], request: Request, transport: Transport) -> Result:
-    try:
-        while True:
-            try:
-                with record_function(SEND):
-                    reply = transport.perform(request)
-            except Exception as error:
-                request = round_.throw(error)
-            else:
-                request = round_.send(reply)
-    except StopIteration as stop:
-        return stop.value
 
 
 def _end(jobs: "SimpleQueue[_Job | None]", thread: threading.Thread) -> None:

@@ -3,7 +3,6 @@
 import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange.layout import Segment
 from comm_hooks.wire.checksum import fingerprint
-from comm_hooks.wire.stamp import Stamp, digest
+from comm_hooks.wire.stamp import digest
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -31,7 +30,7 @@ class Owner(Protocol):
 
 
 class Agreement:
-    """The settings that the ranks of an exchange compare, and their digests for payload headers.
+    """The settings that the ranks of an exchange compare, and whether they have done so.
 
     Attributes:
         settings: the settings of the owner (optimizer or hook), besides those of the exchange.
@@ -97,27 +96,6 @@ class Agreement:
         found = yield AllGatherObject(named, about="settings", may_be_alone=True)
         check_agreement([config for config, _ in found], ranks)
         self.identity, self.epoch = found[0][1], epoch
-
-    def stamp(self, digest_: int, step: int, loads: int) -> Stamp:
-        """Return the stamp: header words that are equal in all payloads of a bucket and step.
-
-        Args:
-            digest_: the digest of the settings and of the names and shapes of the bucket's tensors.
-            step, loads: see :class:`~comm_hooks.wire.stamp.Stamp`.
-        """
-        owner = self.owner
-        hyperparameters = digest(sorted(owner.hyperparameters().items())) if owner else 0
-        return Stamp(digest_, step, loads, hyperparameters)
-
-    def with_fingerprint(self, stamp: Stamp, replica: Sequence[torch.Tensor] | None) -> Stamp:
-        """Return the stamp with a fingerprint of the tensors that must be equal on all ranks.
-
-        Args:
-            replica: the tensors; None: the tensors of :meth:`Owner.replica`.
-        """
-        if replica is None:
-            replica = self.owner.replica() if self.owner else ()
-        return replace(stamp, model=fingerprint(replica)) if replica else stamp
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

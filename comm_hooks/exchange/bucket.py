@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 
 from comm_hooks.exchange.layout import Layout, Segment
-from comm_hooks.exchange.routes import Route
+from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.settings import ExchangeSettings
 from comm_hooks.requirements import require_dense_floats
 

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +26,9 @@ from comm_hooks.exchange.bucket import Bucket, Buckets
 from comm_hooks.exchange.layout import Layout, Segment
 from comm_hooks.exchange.message import RoundContext
 from comm_hooks.exchange.noise_hook import Gate, NoiseHook
-from comm_hooks.exchange.routes import RaggedShards, Route, choose_route
+from comm_hooks.exchange.routes.choosing import choose_route
+from comm_hooks.exchange.routes.ragged import RaggedShards
+from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.saved_state import Position
 from comm_hooks.exchange.settings import Collective, ExchangeSettings
 from comm_hooks.exchange.state import ExchangeState, Traffic
@@ -429,7 +431,10 @@ class Exchange:
             verify = self.verifies(is_new=is_new)
             stamp = self._stamp(bucket)
             if verify:
-                stamp = self.agreement.with_fingerprint(stamp, replica)
+                if replica is None:
+                    replica = self.owner.replica() if self.owner else ()
+                if replica:
+                    stamp = replace(stamp, model=fingerprint(replica))
                 self._compared_at = self.step
             self._checks.wait(before=self.step)
             if not bucket.layout.work.numel():
@@ -578,7 +583,9 @@ class Exchange:
         if bucket.digest is None:
             settings = {key: value for key, value in self.config().items() if key != "step"}
             bucket.digest = digest(settings, bucket.layout.segments, self.agreement.identity)
-        return self.agreement.stamp(bucket.digest, self.state.step, self.state.loads)
+        owner = self.owner
+        hyperparameters = digest(sorted(owner.hyperparameters().items())) if owner else 0
+        return Stamp(bucket.digest, self.step, self.state.loads, hyperparameters)
 
     def bytes_per_round(
         self, shapes: Mapping[str, Sequence[int]], extras: Mapping[str, Sequence[int]] | None = None

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,35 +61,25 @@ def register(
         scale = {} if scaler is None else {"loss_scale": scaler.get_scale}
         state = register_hook(model, compressor, **{**scale, **settings})
     name = _folder(accelerator)
+    load_state, folders = accelerator.load_state, []
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         save_rank_file(state, os.path.join(output_dir, name))
 
-    accelerator.register_save_state_pre_hook(save)
-    _after_load_state(
-        accelerator, lambda folder: load_rank_files(state, os.path.join(folder, name))
-    )
-    return state
-
-
-def _after_load_state(accelerator: Any, load: Callable[[str], object]) -> None:
-    """Call ``load`` with the checkpoint's folder after each ``accelerator.load_state``.
-
-    Hooks of ``load_state`` run before models and optimizers are loaded, but the state of a rank is
-    compared with the loaded model and optimizer.
-    """
-    load_state, folders = accelerator.load_state, []
-
     def remember(models: list[Any], input_dir: str) -> None:
         folders.append(input_dir)
 
+    # Hooks of load_state() run before models and optimizers are loaded, but the state of a rank is
+    # compared with the loaded model and optimizer.
     @functools.wraps(load_state)
     def load_all(*args: Any, **kwargs: Any) -> None:
         load_state(*args, **kwargs)
-        load(folders.pop())
+        load_rank_files(state, os.path.join(folders.pop(), name))
 
+    accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(remember)
     accelerator.load_state = load_all
+    return state
 
 
 def _folder(accelerator: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.kernels.residual import Residual
-from comm_hooks.memory.rows import NamedRows, Rows, check_rows
+from comm_hooks.memory.rows import NamedRows, Rows
 from comm_hooks.randomness import Keys
 
 
@@ -140,12 +140,29 @@ class Memory(ABC):
             state: the object to check, of any kind.
             numels: the number of elements of each parameter; None if it is not known.
         """
-        widths = None
-        if numels is not None:
-            widths = {
-                p + n: self._width(numel) for p in self._stores for n, numel in numels.items()
-            }
-        check_rows(state, self._dtype, self, widths)
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the saved state of {self} must be a dictionary of vectors, got "
+                f"{type(state).__name__}: load what state_dict() returned"
+            )
+        known = (numels or {}).items()
+        widths = {p + name: self._width(numel) for p in self._stores for name, numel in known}
+        for name, row in state.items():
+            if not isinstance(name, str) or not _is_vector(row):
+                raise ValueError(
+                    f"the saved state of {self} must have a vector under each parameter's name, "
+                    f"got {_kind(row)} under {_kind(name)}: load what state_dict() returned"
+                )
+            if row.dtype != self._dtype:
+                raise ValueError(
+                    f"the saved residual of {name!r} is {row.dtype}, but {self} stores "
+                    f"{self._dtype}: load it into a memory with the settings it was saved with"
+                )
+            if numels is not None and len(row) != widths.get(name):
+                raise ValueError(
+                    f"the saved residual of {name!r} has {len(row)} elements, but the parameter "
+                    f"needs {widths.get(name, 'to be known')}: load a state of this model"
+                )
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], numels: Mapping[str, int] | None = None
@@ -240,3 +257,17 @@ class Memory(ABC):
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the rows of a saved state with a prefix, by parameter name without it."""
     return {n.removeprefix(prefix): row for n, row in state.items() if n.startswith(prefix)}
+
+
+def _is_vector(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return value.dim() == 1 and not value.is_meta
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
+    return type(value).__name__

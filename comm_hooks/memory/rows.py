@@ -97,57 +97,6 @@ class NamedRows:
         self.load_state_dict(other._rows, other._numels)
 
 
-def check_rows(
-    state: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    owner: object,
-    widths: Mapping[str, int] | None = None,
-) -> None:
-    """Raise ``ValueError`` unless a state is a dictionary from names to vectors.
-
-    Args:
-        state: the object to check, of any kind.
-        dtype: the dtype that the vectors must have.
-        owner: the memory that stores the vectors, for messages.
-        widths: the length of each vector by name; None if it is not known.
-    """
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"the saved state of {owner} must be a dictionary of vectors, got "
-            f"{type(state).__name__}: load what state_dict() returned"
-        )
-    for name, row in state.items():
-        if not isinstance(name, str) or not _is_vector(row):
-            raise ValueError(
-                f"the saved state of {owner} must have a vector under each parameter's name, got "
-                f"{_kind(row)} under {_kind(name)}: load what state_dict() returned"
-            )
-        if row.dtype != dtype:
-            raise ValueError(
-                f"the saved residual of {name!r} is {row.dtype}, but {owner} stores "
-                f"{dtype}: load it into a memory with the settings it was saved with"
-            )
-        if widths is not None and len(row) != widths.get(name):
-            raise ValueError(
-                f"the saved residual of {name!r} has {len(row)} elements, but the parameter needs "
-                f"{widths.get(name, 'to be known')}: load a state of this model"
-            )
-
-
-def _is_vector(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return False
-    return value.dim() == 1 and not value.is_meta
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, str):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
-    return type(value).__name__
-
-
 def replace_(old: Tensor, new: Tensor, accept: Tensor) -> None:
     """Copy to ``old`` the rows of ``new`` for which ``accept``, booleans (n, 1), is true."""
     if accept.device.type == "cpu" and accept.all():

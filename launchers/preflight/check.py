@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from comm_hooks.launchers.preflight.facts import Facts
 from comm_hooks.launchers.preflight.links import Link, Listener, make_rounds, send
-from comm_hooks.launchers.preflight.meeting import Meeting, prefixed
+from comm_hooks.launchers.preflight.meeting import Meeting
 from comm_hooks.launchers.preflight.problems import find_link_problems, find_problems
 
 _ROUND_SECONDS = 30.0
@@ -166,7 +166,7 @@ def _try_gloo(meeting: Meeting) -> None:
     try:
         dist.init_process_group(
             "gloo",
-            store=prefixed("gloo", meeting.store),
+            store=dist.PrefixStore("gloo", meeting.store),  # type: ignore[attr-defined]
             rank=meeting.rank,
             world_size=meeting.size,
             timeout=timedelta(seconds=_GLOO_SECONDS),

@@ -184,7 +184,7 @@ def meet(party: Party, seconds: float, origin: str) -> Meeting:
             timeout=timedelta(seconds=max(seconds, 10.0)),
         )
         # The launcher's own store may be the same.
-        store = prefixed(_PREFIX, store)
+        store = dist.PrefixStore(_PREFIX, store)  # type: ignore[attr-defined]
         rank = party.rank
         if rank is None:
             rank = 0 if party.hosts else store.add("arrivals", 1)
@@ -194,8 +194,3 @@ def meet(party: Party, seconds: float, origin: str) -> Meeting:
             f"({str(error).splitlines()[0]})"
         ) from None
     return Meeting(store, party, rank)
-
-
-def prefixed(prefix: str, store: Any) -> Any:
-    """Return a view of a store in which all keys have a prefix."""
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

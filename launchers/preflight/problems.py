@@ -35,24 +35,21 @@ def find_problems(nodes: Sequence[Facts]) -> list[str]:
         values = [facts.versions.get(key, "absent") for facts in nodes]
         if difference := describe_difference(names, values):
             problems.append(f"{key} differs: {difference}")
-    gpus = [", ".join(facts.gpus) or "none" for facts in nodes]
     if difference := describe_difference(names, [str(len(facts.gpus)) for facts in nodes]):
         problems.append(f"the number of GPUs differs: {difference}")
-    for name, facts, seen in zip(names, nodes, gpus, strict=True):
+    hosts = {facts.host for facts in nodes}
+    for name, facts in zip(names, nodes, strict=True):
         # Where no node has one, training is meant for CPUs.
         if facts.gpus and facts.processes is not None and facts.processes > len(facts.gpus):
             problems.append(
                 f"{name}: {facts.processes} processes, but PyTorch sees {len(facts.gpus)} GPUs "
-                f"({seen}): lower --nproc, or look at CUDA_VISIBLE_DEVICES"
+                f"({', '.join(facts.gpus)}): lower --nproc, or look at CUDA_VISIBLE_DEVICES"
             )
-    local = [is_loopback(facts.address) for facts in nodes]
-    if len({facts.host for facts in nodes}) > 1 and any(local):
-        for name, facts in zip(names, nodes, strict=True):
-            if is_loopback(facts.address):
-                problems.append(
-                    f"{name}: would be reached at {facts.address}, which is every machine's own: "
-                    "give --head as an address in the nodes' network"
-                )
+        if len(hosts) > 1 and is_loopback(facts.address):
+            problems.append(
+                f"{name}: would be reached at {facts.address}, which is every machine's own: give "
+                "--head as an address in the nodes' network"
+            )
     return problems
 
 

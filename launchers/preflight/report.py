@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from comm_hooks.launchers.output import make_console, say
@@ -31,20 +30,16 @@ def print_report(nodes: Sequence[Facts], links: Sequence[Link], met: int) -> Non
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
     say(f"All nodes: {versions}", console)
     if links:
-        _print_links(links, console)
+        table = Table("link", "round trip", "bandwidth")
+        slowest = sorted(links, key=lambda link: link.bits_per_second or 0.0)[:_MOST_LINKS]
+        for link in slowest:
+            table.add_row(
+                f"{link.source} -> {link.target}",
+                f"{1e3 * (link.round_trip or 0):.2f} ms",
+                format_rate(link.bits_per_second or 0),
+            )
+        console.print(table)
+        if len(slowest) < len(links):
+            console.print(f"(the slowest {len(slowest)} of {len(links)})", highlight=False)
     counts = f"nodes: {len(nodes)}, links: {len(links)}, processes in a gloo group: {met}"
     say(f"Passed: no problem was found ({counts})", console)
-
-
-def _print_links(links: Sequence[Link], console: Console) -> None:
-    table = Table("link", "round trip", "bandwidth")
-    slowest = sorted(links, key=lambda link: link.bits_per_second or 0.0)[:_MOST_LINKS]
-    for link in slowest:
-        table.add_row(
-            f"{link.source} -> {link.target}",
-            f"{1e3 * (link.round_trip or 0):.2f} ms",
-            format_rate(link.bits_per_second or 0),
-        )
-    console.print(table)
-    if len(slowest) < len(links):
-        console.print(f"(the slowest {len(slowest)} of {len(links)})", highlight=False)

@@ -8,8 +8,8 @@ from torch.optim.optimizer import ParamsT
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, States, Tensors, block
 from comm_hooks.optim.exchanging import ExchangingOptimizer
-from comm_hooks.optim.hyperparameters import check_freeze_step
-from comm_hooks.optim.moments import descend_, roots, values
+from comm_hooks.optim.moments import roots, values
+from comm_hooks.requirements import require_positive
 
 SIGNS = block(
     compressor="sign", block_size=None, scale="rms", memory="error_feedback", collective="sharded"
@@ -44,7 +44,14 @@ class FreezingOptimizer(ExchangingOptimizer):
         total_steps: int | None,
         **settings: Any,
     ) -> None:
-        check_freeze_step(self, freeze_step, total_steps)
+        require_positive(self, "freeze_step", freeze_step)
+        if total_steps is not None:
+            require_positive(self, "total_steps", total_steps)
+            if freeze_step >= total_steps:
+                raise ValueError(
+                    f"{type(self).__name__}: freeze_step {freeze_step} leaves none of total_steps "
+                    f"{total_steps} to compress: take 20 %"
+                )
         super().__init__(params, exchange, defaults, freeze_step=freeze_step, **settings)
         self.freeze_step = freeze_step
 
@@ -73,8 +80,3 @@ def directions(m: Tensors, v: Tensors, divisors: Tensors) -> Tensors:
     torch._foreach_mul_(result, m)
     torch._foreach_div_(result, divisors)
     return list(result)
-
-
-def step_(parameters: Tensors, m: Tensors, v: Tensors, group: Group) -> None:
-    """Decay the parameters, and subtract lr m / (sqrt(v) + eps), except where v is 0."""
-    descend_(parameters, directions(m, v, denominators(v, group)), group)

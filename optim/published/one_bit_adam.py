@@ -5,8 +5,8 @@ from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
 from comm_hooks.optim.base import Group, Tensors, held
-from comm_hooks.optim.moments import average_, average_squares_, count_step, values
-from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, step_
+from comm_hooks.optim.moments import averages_, count_step, descend_, values
+from comm_hooks.optim.published.freezing import SIGNS, FreezingOptimizer, denominators, directions
 from comm_hooks.warnings import warn_program
 
 
@@ -122,12 +122,10 @@ class OneBitAdam(FreezingOptimizer):
         if not self._average(self._named(gradients), compress=not is_exact, is_raw=is_exact):
             return
         for own, group in self._groups():
-            members, mean = states[own], gradients[own]
-            m, v = values(members, "exp_avg"), values(members, "exp_avg_sq")
+            m, v = values(states[own], "exp_avg"), values(states[own], "exp_avg_sq")
             if is_exact:
-                average_(m, mean, group["betas"][0])
-                average_squares_(v, mean, group["betas"][1])
+                averages_(states[own], gradients[own], group["betas"])
             else:
-                torch._foreach_copy_(m, mean)
-            step_(held(group), m, v, group)
+                torch._foreach_copy_(m, gradients[own])
+            descend_(held(group), directions(m, v, denominators(v, group)), group)
         count_step(states)

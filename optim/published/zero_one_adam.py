@@ -202,36 +202,25 @@ class ZeroOneAdam(ExchangingOptimizer):
         t = int(states[0]["step"]) + 1
         # Replicas can differ here if the run goes on with another schedule than it was saved with.
         if self.is_variance_step(t) and self.is_synchronized:
-            taken = self._variance_step(gradients, states)
+            if not self._average(self._named(gradients), compress=False, is_raw=True):
+                return
+            for own, group in self._groups():
+                v = values(states[own], "exp_avg_sq")
+                average_squares_(v, gradients[own], group["betas"][1])
+                gradients[own] = momenta(gradients[own], states[own], group)
         elif self.param_groups[0]["steps_since_sync"] + 1 < self.synchronization_interval(t):
-            taken = self._local_step(gradients, states)
+            self._local_step(gradients, states)
+            return
         else:
-            taken = self._synchronization_step(gradients, states)
-        if taken:
-            count_step(states)
-
-    def _variance_step(self, gradients: Tensors, states: States) -> bool:
-        if not self._average(self._named(gradients), compress=False, is_raw=True):
-            return False
-        for own, group in self._groups():
-            v = values(states[own], "exp_avg_sq")
-            average_squares_(v, gradients[own], group["betas"][1])
-            gradients[own] = momenta(gradients[own], states[own], group)
+            for own, group in self._groups():
+                new = momenta(gradients[own], states[own], group)
+                gradients[own] = self._mean_momenta(new, states[own], group)
+            if not self._average(self._named(gradients)):
+                return
         self._advance(states)
         self._agree(gradients, states)
-        return True
 
-    def _synchronization_step(self, gradients: Tensors, states: States) -> bool:
-        for own, group in self._groups():
-            new = momenta(gradients[own], states[own], group)
-            gradients[own] = self._mean_momenta(new, states[own], group)
-        if not self._average(self._named(gradients)):
-            return False
-        self._advance(states)
-        self._agree(gradients, states)
-        return True
-
-    def _local_step(self, gradients: Tensors, states: States) -> bool:
+    def _local_step(self, gradients: Tensors, states: States) -> None:
         if not magnitudes([g.flatten() for g in gradients]).isfinite().all():
             torch._foreach_zero_(gradients)
         for own, group in self._groups():
@@ -246,7 +235,6 @@ class ZeroOneAdam(ExchangingOptimizer):
         self._advance(states)
         for own, group in self._groups():
             self._move(values(states[own], "mean_exp_avg"), states[own], group)
-        return True
 
     def _mean_momenta(self, new: Tensors, states: States, group: Group) -> Tensors:
         """Return u_i / s, the lr-weighted means of momenta since the last synchronization."""
@@ -257,7 +245,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         return list(torch._foreach_lerp(values(states, "mean_exp_avg"), new, share))
 
     def _advance(self, states: States) -> None:
-        """Add the learning rate to s, and apply the weight decay to x_s."""
+        """Count the step, add the learning rate to s, and apply the weight decay to x_s."""
+        count_step(states)
         for own, group in self._groups():
             origins = [s.get("anchor", p) for s, p in zip(states[own], held(group), strict=True)]
             decay_(origins, group)

@@ -11,11 +11,10 @@ from torch.optim import SGD, Optimizer
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import hyperparameters_of
 from comm_hooks.exchange.saved_state import check_complete
-from comm_hooks.optim.already_averaged import AveragingCheck
+from comm_hooks.optim.already_averaged import require_unaveraged
 from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.frozen import FrozenParameters, trains
 from comm_hooks.optim.rounds.checks import check_rounds
-from comm_hooks.optim.rounds.client_rounds import play_round
 from comm_hooks.optim.rounds.participation import Aggregate, ClientSampling
 from comm_hooks.optim.rounds.round_exchange import RoundExchange
 from comm_hooks.optim.rounds.state import RoundsState
@@ -172,7 +171,6 @@ class LocalRounds(WrappingOptimizer):
         )
         self._nbytes = sum(p.nbytes for p in self.parameters)
         self._frozen = FrozenParameters(self, [p for p in members if not trains(p)])
-        self._averaging = AveragingCheck()
         self._inner_of_round: dict[str, Any] = {}
         self._round = RoundExchange(
             inner,
@@ -269,7 +267,7 @@ class LocalRounds(WrappingOptimizer):
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         gradients = [p.grad for p in self.parameters]
-        self._averaging.check(self, self.parameters)
+        require_unaveraged(self, self.parameters)
         if self.participation is not None:
             self.participation.check_step(is_scaled=found_inf is not None)
         if grad_scale is not None:
@@ -365,7 +363,7 @@ class LocalRounds(WrappingOptimizer):
         self.round_state.warn_of_losses()
         self._inner_of_round = hyperparameters_of(self.inner.param_groups)
         with self.exchange.failing_together():
-            yield from play_round(self._round, self.participation, self.server, self._conclude)
+            yield from self._round.play(self.server, self._conclude)
 
     def leave_out(self, client: int) -> None:
         """Leave a client out of the present round, as if it had not been drawn.

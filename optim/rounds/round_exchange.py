@@ -1,6 +1,7 @@
 """Exchanges of displacements: those of ranks after K local steps, and those of clients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from comm_hooks.warnings import warn_program
 _LARGEST = 2.0**50
 
 
+@dataclass(eq=False)
 class RoundExchange:
     """Averages the displacements of ranks or clients, and moves the shared model by the mean.
 
@@ -33,24 +35,13 @@ class RoundExchange:
         frozen: the check that warns of parameters that are frozen after construction.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        exchange: Exchange,
-        state: RoundsState,
-        frozen: FrozenParameters,
-        *,
-        participation: ClientSampling | None,
-        look_ahead: float,
-        shared_decay: bool,
-    ) -> None:
-        self.inner = inner
-        self.exchange = exchange
-        self.state = state
-        self._frozen = frozen
-        self._participation = participation
-        self._look_ahead = look_ahead
-        self._shared_decay = shared_decay
+    inner: Optimizer
+    exchange: Exchange
+    state: RoundsState
+    frozen: FrozenParameters
+    participation: ClientSampling | None
+    look_ahead: float
+    shared_decay: bool
 
     def contribution(self, client: int, places: Sequence[int]) -> Contribution | None:
         """Return a client's displacement of the parameters with indices ``places``.
@@ -58,7 +49,7 @@ class RoundExchange:
         Return None if it is not finite, or so large that a sum over clients would not be finite.
         """
         statistics = self._statistics()
-        factors = self._outstanding_decay(places) if self._shared_decay else None
+        factors = self._outstanding_decay(places) if self.shared_decay else None
         delta = self.state.model.progress(places, factors)
         if not is_finite([*delta, *statistics.values()]):
             return None
@@ -69,14 +60,14 @@ class RoundExchange:
         names, values = self.state.names, self.state.model.values
         delta = {names[i]: torch.zeros_like(values[i]) for i in places}
         statistics = {name: torch.zeros_like(t) for name, t in self._statistics().items()}
-        if self._participation is None:
+        if self.participation is None:
             return PlainCollection(self.exchange, delta, statistics)
-        return self._participation.collection(self.exchange, delta, statistics)
+        return self.participation.collection(self.exchange, delta, statistics)
 
     def _statistics(self) -> dict[str, torch.Tensor]:
         """Return what is averaged in full precision, by name: moments of clients, and buffers."""
         own = self.inner.statistics() if isinstance(self.inner, LocalAMSGrad) else {}
-        if self._participation is None:
+        if self.participation is None:
             own.update(self.state.buffers.due(self.state.round_index))
         return own
 
@@ -94,15 +85,63 @@ class RoundExchange:
             state.model.restore(places)
         else:
             state.model.step(places, aggregate.delta)
-            if self._look_ahead:
+            if self.look_ahead:
                 memory = self.exchange.memory
                 assert memory
                 residuals = [memory.vector(state.names[i]) for i in places]
-                state.model.look_ahead(places, residuals, self._look_ahead)
+                state.model.look_ahead(places, residuals, self.look_ahead)
             if isinstance(self.inner, LocalAMSGrad):
                 self.inner.set_statistics(aggregate.statistics)
             state.buffers.set(aggregate.statistics)
         state.round_index += 1
+
+    def play(
+        self, server: Optimizer, conclude: Callable[[Sequence[int], Aggregate], None]
+    ) -> Iterator[int]:
+        """Run a round of clients: yield the number of each of this rank's, for the caller to train.
+
+        Args:
+            server: the optimizer of the shared model.
+            conclude: called at the end with the indices of all parameters and the clients' mean.
+        """
+        state, transport, participation = self.state, self.exchange.transport, self.participation
+        assert participation
+        places = range(len(state.parameters))
+        state.is_round_open = True
+        try:
+            turns = participation.turns(state.round_index, transport)
+            collection = self.collection(places)
+            for turn in turns:
+                client = turn[transport.rank]
+                contribution, memory = None, None
+                if client is not None:
+                    state.model.restore()
+                    state.clients.enter(client)
+                    with participation.turn(client, self.inner, server):
+                        yield client
+                    memory = state.clients.memory(client)
+                    if client in state.left_out:
+                        self.inner.state.clear()
+                    else:
+                        contribution = self.contribution(client, places)
+                        state.clients.leave(client, keep=contribution is not None)
+                collection.add(turn, contribution, memory)
+            conclude(places, collection.finish())
+        except BaseException as error:
+            state.model.restore()
+            state.clients.discard()
+            if isinstance(error, GeneratorExit):
+                warn_program(
+                    f"clients(): round {state.round_index} of clients was left before its end: the "
+                    "model and the clients are as before this round. In zip(), pass clients() first"
+                )
+            raise
+        else:
+            state.clients.commit()
+        finally:
+            state.is_round_open = False
+            state.left_out.clear()
+            state.model.note()
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Count a local step and exchange the fragment that is due after it.
@@ -110,7 +149,7 @@ class RoundExchange:
         Args:
             is_skipped: whether a GradScaler has left the inner step out.
         """
-        if self._shared_decay:
+        if self.shared_decay:
             self._decay(is_skipped)
         if due := self.state.clock.tick():
             self.exchange_fragments(due)
@@ -119,21 +158,19 @@ class RoundExchange:
         """Average the displacements of these fragments, and update them in the shared model."""
         state, exchange = self.state, self.exchange
         places = state.clock.places(fragments)
-        self._frozen.check_later(
-            [state.names[i] for i in places if not trains(state.parameters[i])]
-        )
+        self.frozen.check_later([state.names[i] for i in places if not trains(state.parameters[i])])
         contribution = self.contribution(exchange.transport.rank, places)
         if contribution is None:
             # The other fragments are likely to be as bad.
             self.inner.state.clear()
             state.model.restore()
-            if self._shared_decay:  # the shared model's outstanding decay is no local progress
+            if self.shared_decay:  # the shared model's outstanding decay is no local progress
                 self._shrink(range(len(state.parameters)), state.decay)
         collection = self.collection(places)
         ranks = range(exchange.transport.world_size)
         collection.add(ranks, contribution, exchange.memory)
         aggregate = collection.finish()
-        if self._shared_decay:
+        if self.shared_decay:
             state.model.shrink(places, self._outstanding_decay(places))
             state.decay[list(places)] = 1.0
         self.conclude(places, aggregate)

@@ -77,21 +77,16 @@ class SharedModel:
         return False
 
     @property
-    def overwritten(self) -> list[int]:
-        """Indices of parameters that other code changed while they had the shared values."""
+    def overwritten(self) -> Tensors:
+        """The parameters that other code changed while they had the shared values."""
         if self._hidden is None or not self.is_written_to:
             return []
         pairs = zip(self._parameters, self.values, strict=True)
-        return [place for place, pair in enumerate(pairs) if not torch.equal(*pair)]
+        return [parameter for parameter, value in pairs if not torch.equal(parameter, value)]
 
     def note(self) -> None:
         """Record the parameters' versions: :attr:`is_written_to` then sees later changes only."""
         self._noted = self._versions()
-
-    def begin_at_live(self) -> None:
-        """Copy the parameters to the shared model, before any local step."""
-        if self._hidden is None:
-            torch._foreach_copy_(self.values, self.own)
 
     @torch.no_grad()
     def load(

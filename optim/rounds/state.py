@@ -81,11 +81,6 @@ class RoundsState:
         self._loaded_from: int | None = None
         self._is_resumed = False
 
-    @property
-    def overwritten(self) -> list[torch.Tensor]:
-        """The parameters that other code changed while they had the shared model's values."""
-        return [self.parameters[place] for place in self.model.overwritten]
-
     def places_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Return the indices in :attr:`parameters` of a model's parameters or of their shards."""
         chosen = {id(p) for p in parameters}
@@ -129,8 +124,9 @@ class RoundsState:
 
         Not while clients take turns: what one of them has changed is not the shared model.
         """
-        if self.clock.steps == self.round_index == 0 and not self.is_round_open:
-            self.model.begin_at_live()
+        is_first = self.clock.steps == self.round_index == 0 and not self.is_round_open
+        if is_first and not self.model.is_shown:
+            torch._foreach_copy_(self.model.values, self.model.own)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Average the buffers of a module from now on; those that were loaded stay as they are."""

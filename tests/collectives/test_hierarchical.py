@@ -29,7 +29,7 @@ from comm_hooks import (
 from comm_hooks.collectives import Simulated, TorchDistributed
 from comm_hooks.compressors import Compressor
 from comm_hooks.exchange.layout import Segment
-from comm_hooks.exchange.routes import Hierarchical
+from comm_hooks.exchange.routes.hierarchical import Hierarchical
 from comm_hooks.exchange.saved_state import seal_own
 from tests.ranks import RanksOf
 from tests.worlds import SHAPES, Accounts, MakeMemory, Tensors

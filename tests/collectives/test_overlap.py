@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from comm_hooks import ErrorFeedback, Exchange, Identity, Sign, TopK, register
-from comm_hooks.collectives import Simulated, TorchDistributed, worker
+from comm_hooks.collectives import Simulated, TorchDistributed
+from comm_hooks.collectives.gloo import GlooRanks
 from comm_hooks.collectives.requests import AllGather, AllToAll, Round, ask
 from comm_hooks.exchange.layout import Segment
 from tests.ranks import RanksOf
@@ -208,8 +209,8 @@ def connect_at_once() -> list[list[int]]:
 
     transport = TorchDistributed(dist.new_group(timeout=timedelta(seconds=60)))
     rows = torch.full((2, 4), transport.rank, dtype=torch.uint8)
-    finish = worker._finish
-    with mock.patch.object(worker, "_finish", late):
+    finish = GlooRanks.run
+    with mock.patch.object(GlooRanks, "run", late):
         beside = transport.run_async(ask(AllToAll(rows)))
         time.sleep(0.2 * (1 - transport.rank))
         gathered = transport.perform(AllGather(rows[0]))

@@ -1,7 +1,7 @@
 """Choose the route of a bucket: one all-reduce, one all-gather, or shards."""
 
 import logging
-from collections.abc import Sequence
+from dataclasses import replace
 
 from comm_hooks.collectives.base import Transport
 from comm_hooks.compressors.base import Compressor
@@ -9,7 +9,7 @@ from comm_hooks.compressors.identity import Identity
 from comm_hooks.exchange.layout import Layout
 from comm_hooks.exchange.noise_hook import COLLECTIVE_OF, Place
 from comm_hooks.exchange.routes.hierarchical import Hierarchical
-from comm_hooks.exchange.routes.one_shot import Gathered, Summed
+from comm_hooks.exchange.routes.one_shot import OneShot
 from comm_hooks.exchange.routes.route import Route
 from comm_hooks.exchange.routes.sharded import Sharded
 from comm_hooks.exchange.settings import ExchangeSettings
@@ -54,9 +54,19 @@ def choose_route(
                 "a noise_hook cannot be used with collective='hierarchical', where nodes average "
                 "vectors before the hook sees them"
             )
-        assert compressor
-        return _over_nodes(
-            layout, settings, compressor, transport, server_memory, ranks_per_node, source
+        if ranks_per_node == transport.world_size:
+            # Exact, and sends the residuals of an earlier run on more nodes.
+            compressor = Identity()
+        place_in_node = transport.rank % ranks_per_node
+        seed = derive_key(settings.seed, 0, f"place {place_in_node} of a node")
+        inner = replace(settings, collective="auto", ranks_per_node=None, seed=seed)
+        return Hierarchical(
+            layout,
+            transport,
+            ranks_per_node,
+            lambda shards, across: choose_route(
+                shards, inner, compressor, across, server_memory, source=source
+            ),
         )
     if place and compressor and not compressor.adds_up:
         raise ValueError(
@@ -71,8 +81,9 @@ def choose_route(
     if compressor or place:
         wanted = {settings.collective, COLLECTIVE_OF[place] if place else "auto"} - {"auto"}
         carriers = [c for c in settings.carriers(compressor or Identity()) if wanted <= {c}]
-        if not wanted:
-            carriers = list(_of_source(carriers, source))
+        # Sums of payloads leave the algorithm as it is, whatever its source has.
+        if not wanted and source in carriers and "all_reduce" not in carriers:
+            carriers = [source]
     if not carriers:
         assert place
         raise ValueError(
@@ -82,95 +93,29 @@ def choose_route(
     exempt = exact
     if compressor and (exact == _FLOATS or "all_reduce" in carriers):
         exempt = settings.exempt
-    compressors = layout.compressors(compressor or exact, exempt)
-    return _cheapest(
-        layout,
-        compressors,
-        carriers,
-        transport,
-        settings.seed,
-        server_memory,
-        downlink=_downlink(layout, settings, compressor, exempt),
-        exact_uplink=place == "owner",
-    )
-
-
-def _over_nodes(
-    layout: Layout,
-    settings: ExchangeSettings,
-    compressor: Compressor,
-    transport: Transport,
-    server_memory: Memory | None,
-    ranks_per_node: int,
-    source: str,
-) -> Route:
-    if ranks_per_node == transport.world_size:
-        # Exact, and sends the residuals of an earlier run on more nodes.
-        compressor = Identity()
-
-    def between(shards: Layout, across: Transport) -> Route:
-        place = transport.rank % ranks_per_node
-        return _cheapest(
-            shards,
-            shards.compressors(compressor, settings.exempt),
-            _of_source(settings.carriers(compressor), source),
-            across,
-            derive_key(settings.seed, 0, f"place {place} of a node"),
-            server_memory,
-            downlink=_downlink(shards, settings, compressor, settings.exempt),
-        )
-
-    return Hierarchical(layout, transport, ranks_per_node, between)
-
-
-def _of_source(carriers: Sequence[str], source: str) -> Sequence[str]:
-    """Return the carriers that leave the algorithm as it is; sums of payloads always do."""
-    return [source] if source in carriers and "all_reduce" not in carriers else carriers
-
-
-def _downlink(
-    layout: Layout, settings: ExchangeSettings, compressor: Compressor | None, exempt: Identity
-) -> list[Compressor] | None:
-    """Return the compressors of the means that shard owners send; None: those of the vectors.
-
-    A round with another compressor than that of the settings uses it in both directions.
-    """
-    if settings.downlink is None or compressor != settings.compressor:
-        return None
-    return layout.compressors(settings.downlink, exempt)
-
-
-def _cheapest(
-    layout: Layout,
-    compressors: Sequence[Compressor],
-    collectives: Sequence[str],
-    transport: Transport,
-    seed: int,
-    server_memory: Memory | None,
-    *,
-    downlink: Sequence[Compressor] | None = None,
-    exact_uplink: bool = False,
-) -> Route:
-    """Return the route over one of ``collectives`` that moves the fewest bytes.
-
-    Payloads that can be summed are always summed: other routes would move at least as many bytes,
-    except for rounding and headers, and take more arithmetic.
-    """
+    downlink = compressors = layout.compressors(compressor or exact, exempt)
+    # A round with another compressor than that of the settings uses it in both directions.
+    if settings.downlink is not None and compressor == settings.compressor:
+        downlink = layout.compressors(settings.downlink, exempt)
     routes: dict[str, Route] = {}
-    for collective in ["all_reduce"] if "all_reduce" in collectives else collectives:
+    # Payloads that can be summed always are: other routes would move at least as many bytes, except
+    # for rounding and headers, and take more arithmetic.
+    for collective in ["all_reduce"] if "all_reduce" in carriers else carriers:
         if collective == "sharded":
             routes[collective] = Sharded(
                 layout,
                 compressors,
                 transport,
-                seed,
+                settings.seed,
                 server_memory,
                 downlink=downlink,
-                exact_uplink=exact_uplink,
+                exact_uplink=place == "owner",
             )
         else:
-            kind = Summed if collective == "all_reduce" else Gathered
-            routes[collective] = kind(layout, compressors, transport, seed)
+            summed = collective == "all_reduce"
+            routes[collective] = OneShot(
+                layout, compressors, transport, settings.seed, summed=summed
+            )
     # min() keeps the first of equals, and the simplest routes come first.
     chosen = min(routes, key=lambda name: routes[name].traffic)
     logger.debug("%d elements are sent by %s", layout.work.numel(), chosen)

@@ -1,8 +1,6 @@
 """One collective per round: an all-reduce of payloads that can be summed, or an all-gather."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
@@ -24,23 +22,30 @@ class OneShot(Route):
         compressors: the compressors, one for each part of the layout.
         transport: connects the ranks.
         seed: the seed of all random keys.
+        summed: whether one all-reduce sums the payloads, which then must be linear; else every rank
+            gets the payloads of all ranks, by one all-gather.
     """
 
-    request: ClassVar[type[AllReduce] | type[AllGather]]
-
     def __init__(
-        self, layout: Layout, compressors: Sequence[Compressor], transport: Transport, seed: int
+        self,
+        layout: Layout,
+        compressors: Sequence[Compressor],
+        transport: Transport,
+        seed: int,
+        *,
+        summed: bool,
     ) -> None:
         self._layout = layout
         self._transport = transport
         self._seed = seed
-        is_summed = self.request is AllReduce
-        self._format = format_of(layout, compressors, transport, summed=is_summed)
+        self._is_summed = summed
+        self._format = format_of(layout, compressors, transport, summed=summed)
 
     @property
     def traffic(self) -> int:
         payload = torch.empty(self._format.nbytes, dtype=torch.uint8, device="meta")
-        return self.request(payload).traffic(self._transport.world_size)
+        request = (AllReduce if self._is_summed else AllGather)(payload)
+        return request.traffic(self._transport.world_size)
 
     def reduce(self, context: RoundContext) -> Round[None]:
         transport, noise_hook = self._transport, context.noise_hook
@@ -63,32 +68,13 @@ class OneShot(Route):
         fill_nan_(into.work, health)
         message.give_back(into)
 
-    @abstractmethod
     def _send(
         self, payload: torch.Tensor, noise_hook: NoiseHook | None
     ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
         """Send a payload; return the collective's reply and the payloads (n, nbytes) to decode."""
-
-    def _average(
-        self,
-        into: Layout,
-        keys: Sequence[Keys],
-        payloads: torch.Tensor,
-        noise_hook: NoiseHook | None,
-    ) -> None:
-        """Write the mean over ranks to a layout."""
-        share = 1 / self._transport.world_size
-        self._format.decode_sum(into.matrices(), payloads, keys, alpha=share)
-
-
-class Summed(OneShot):
-    """A route of one all-reduce; the payloads of linear compressors are summed on the wire."""
-
-    request = AllReduce
-
-    def _send(
-        self, payload: torch.Tensor, noise_hook: NoiseHook | None
-    ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
+        if not self._is_summed:
+            payloads = yield AllGather(payload)
+            return payloads, payloads
         if noise_hook:
             noise_hook.clip_([self._format.body(payload)])
         reply = yield AllReduce(payload.view(torch.float32))
@@ -98,18 +84,6 @@ class Summed(OneShot):
             noise_hook.add_noise_([self._format.body(total)])
         return reply, total[None]
 
-
-class Gathered(OneShot):
-    """A route of one all-gather; every rank decodes the payloads of all ranks."""
-
-    request = AllGather
-
-    def _send(
-        self, payload: torch.Tensor, noise_hook: NoiseHook | None
-    ) -> Round[tuple[torch.Tensor, torch.Tensor]]:
-        payloads = yield AllGather(payload)
-        return payloads, payloads
-
     def _average(
         self,
         into: Layout,
@@ -117,14 +91,16 @@ class Gathered(OneShot):
         payloads: torch.Tensor,
         noise_hook: NoiseHook | None,
     ) -> None:
-        if noise_hook is None:
-            super()._average(into, keys, payloads, noise_hook)
+        """Write the mean over ranks to a layout."""
+        matrices, share = into.matrices(), 1 / self._transport.world_size
+        if noise_hook is None or self._is_summed:
+            self._format.decode_sum(matrices, payloads, keys, alpha=share)
             return
-        matrices, total = into.matrices(), torch.zeros_like(into.work)
+        total = torch.zeros_like(into.work)
         for rank, payload in enumerate(payloads):
             self._format.decode(matrices, payload, keys, rank)
             noise_hook.clip_(matrices)
             total += into.work
         into.work.copy_(total)
         noise_hook.add_noise_(matrices)
-        into.work.mul_(1 / self._transport.world_size)
+        into.work.mul_(share)

@@ -27,7 +27,7 @@ class Sharded(Route):
     Args:
         layout, compressors, transport, seed: as for other routes.
         memory: keeps the residuals of the second compression, of the shard that this rank owns.
-        downlink: the compressors of the means; by default ``compressors``.
+        downlink: the compressors of the means.
         exact_uplink: whether vectors go to owners in float32, so that only means are compressed.
     """
 
@@ -39,14 +39,13 @@ class Sharded(Route):
         seed: int,
         memory: Memory | None,
         *,
-        downlink: Sequence[Compressor] | None = None,
-        exact_uplink: bool = False,
+        downlink: Sequence[Compressor],
+        exact_uplink: bool,
     ) -> None:
         self._layout = layout
         self._transport = transport
         self._seed = seed
         self._memory = memory
-        downlink = downlink or compressors
         self._shards = Shards(layout, transport.world_size)
         self._owned = self._shards.owned
         if exact_uplink:

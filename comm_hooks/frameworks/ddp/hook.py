@@ -18,7 +18,7 @@ from comm_hooks.collectives.base import after_all, completed
 from comm_hooks.collectives.requests import Round
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Collective, Exchange, ExchangeSettings
-from comm_hooks.exchange.routes import fill_nan_
+from comm_hooks.exchange.routes.route import fill_nan_
 from comm_hooks.exchange.saved_state import seal_own
 from comm_hooks.exchange.settings import require_gradients, require_plain_gradients
 from comm_hooks.exchange.sparse import average_sparse

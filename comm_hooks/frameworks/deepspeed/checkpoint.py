@@ -33,7 +33,8 @@ def include(engine: Any, state: Any) -> None:
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         own = _EngineState(engine, state)
-        name = str(tag) if tag is not None else own.default_tag
+        # DeepSpeed's default, global_step<N>; with clients, step counts differ between ranks.
+        name = f"{own.unit}{own.now}" if tag is None else str(tag)
         save_rank_file(own, Path(save_dir) / name / _FOLDER)
         return save_engine(save_dir, name, *args, **kwargs)
 
@@ -57,24 +58,17 @@ class _EngineState:
         self._engine = engine
         self._state = state
         # Ranks that play different clients take different numbers of steps.
-        self._unit = "round" if has_clients(state) else "global_step"
+        self.unit = "round" if has_clients(state) else "global_step"
 
     @property
-    def default_tag(self) -> str:
-        """The default checkpoint name, the same on all ranks: global_step<N>, or round<N>.
-
-        ``global_step<N>`` is DeepSpeed's; with clients, step counts differ between ranks.
-        """
-        return f"{self._unit}{self._now}"
-
-    @property
-    def _now(self) -> int:
-        return int(self._state.round_index if self._unit == "round" else self._engine.global_steps)
+    def now(self) -> int:
+        """The present step or round, the same on all ranks."""
+        return int(self._state.round_index if self.unit == "round" else self._engine.global_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._state.state_dict(),
-            self._unit: self._now,
+            self.unit: self.now,
             "exchanged_by": self._exchanged_by,
         }
 
@@ -94,9 +88,9 @@ class _EngineState:
 
     def _check(self, states: Sequence[Mapping[str, Any]]) -> None:
         for state in states:
-            if state.get(self._unit) != self._now:
-                unit = self._unit.removeprefix("global_")
-                there, here = (f"{unit} {time}" for time in (state.get(self._unit), self._now))
+            if state.get(self.unit) != self.now:
+                unit = self.unit.removeprefix("global_")
+                there, here = (f"{unit} {time}" for time in (state.get(self.unit), self.now))
                 raise ValueError(
                     f"the rank files in the checkpoint's folder {_FOLDER} are of {there}, but the "
                     f"checkpoint of {here}: a save was interrupted, or files were mixed. Delete "

@@ -69,7 +69,7 @@ def attach(engine: Any) -> OptimizerState | LocalRounds | None:
                 f"{name} cannot work inside DeepSpeed's {type(wrapper).__name__}, which does not "
                 "keep whole parameters on every rank: use ZeRO stage 0"
             )
-        SharedNorm(wrapper, optimizer.exchange)
+        _share_norm(wrapper, optimizer.exchange)
         _scale_loss(engine)
     _stop_averaging(engine)
     # The engine has no DDP inside, and takes a step before the optimizer can ask the other ranks.
@@ -115,8 +115,8 @@ def _stop_averaging(engine: Any) -> None:
     engine.allreduce_gradients = lambda *args, **kwargs: None
 
 
-class SharedNorm:
-    """Gives DeepSpeed's 16-bit wrapper one gradient norm for all ranks, instead of each rank's own.
+def _share_norm(wrapper: Any, exchange: Exchange) -> None:
+    """Give DeepSpeed's 16-bit wrapper one gradient norm for all ranks, instead of each rank's own.
 
     The wrapper (``FP16_UnfusedOptimizer``) keeps float32 copies of a bfloat16 or float16 model's
     parameters, scales the loss, skips steps that overflowed and clips.  It expects averaged
@@ -127,36 +127,28 @@ class SharedNorm:
     of their mean; DeepSpeed itself clips by it in float32.  One all-reduce of 4 bytes per step, in
     place of DeepSpeed's own.
     """
+    unscale_and_clip, shared = wrapper.unscale_and_clip_grads, 0.0
 
-    def __init__(self, wrapper: Any, exchange: Exchange) -> None:
-        self._wrapper = wrapper
-        self._exchange = exchange
-        self._norm = 0.0
-        self._unscale_and_clip = wrapper.unscale_and_clip_grads
-        wrapper.overflow_checker.check = self.overflows
-        wrapper.unscale_and_clip_grads = self.unscale_and_clip
-
-    def overflows(self, param_groups: object = None) -> bool:
-        """Return whether any rank's gradients are not finite; the same on all ranks."""
-        parameters = [p for group in self._wrapper.fp16_groups for p in group]
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float32)
-            for p in parameters
-            if p.grad is not None
-        ]
+    def overflows(param_groups: object = None) -> bool:
+        nonlocal shared
+        parameters = [p for group in wrapper.fp16_groups for p in group]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        transport = self._exchange.transport
+        transport = exchange.transport
         request = AllReduce(norm.to(parameters[0].device).reshape(1))
         total = float(transport.perform(request))
-        self._exchange.count_sent(request.traffic(transport.world_size))
-        self._norm = total / transport.world_size
+        exchange.count_sent(request.traffic(transport.world_size))
+        shared = total / transport.world_size
         return not total <= _LARGEST_NORM  # NaN, too
 
-    def unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
-        """Let the wrapper unscale its gradients and clip them by the norm that ranks share."""
-        scale = self._unscale_and_clip(self._norm, apply_scale)
-        self._wrapper._global_grad_norm = self._norm / self._wrapper.loss_scale
+    def unscale_and_clip_by_shared(total_norm: float, apply_scale: bool = True) -> float:
+        scale = unscale_and_clip(shared, apply_scale)
+        wrapper._global_grad_norm = shared / wrapper.loss_scale
         return float(scale)
+
+    wrapper.overflow_checker.check = overflows
+    wrapper.unscale_and_clip_grads = unscale_and_clip_by_shared
 
 
 def _scale_loss(engine: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comm_hooks.exchange import Exchange
-from comm_hooks.exchange.routes import fill_nan_
+from comm_hooks.exchange.routes.route import fill_nan_
 from comm_hooks.exchange.sparse import average_sparse
 
 
@@ -45,16 +45,11 @@ def _replace_whole(engine: Any, exchange: Exchange, compresses: Callable[[], boo
     @torch.no_grad()
     @exchange.failing_together()
     def reduce(grads: Sequence[Any], elements_per_buffer: int) -> None:
-        options: dict[str, Any] = {"scale": _loss_scale(engine), "compress": compresses()}
         # As DeepSpeed would send them, though it accumulates in float32.
         dtype = torch.bfloat16 if engine.communication_data_type == torch.bfloat16 else None
         averaged: list[torch.Tensor] = []
         for parameters, tensors in _buckets(_whole(engine, exchange, grads), elements_per_buffer):
-            bucket = exchange.buckets.of_parameters(
-                parameters, tensors, engine.param_names.__getitem__
-            )
-            round_ = exchange.bucket_round(bucket, tensors, partial=True, dtype=dtype, **options)
-            exchange.transport.run(round_)
+            _average(engine, exchange, parameters, tensors, compresses(), dtype)
             averaged += tensors
         _end_step(exchange, averaged)
 
@@ -118,12 +113,7 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
         parameters = [optimizer.param_dict[entry[2]] for entry in entries]
         mean = bucket if dtype is None else bucket.to(dtype)
         tensors = mean.split([parameter.numel() for parameter in parameters])
-        found = exchange.buckets.of_parameters(parameters, tensors, engine.param_names.__getitem__)
-        exchange.transport.run(
-            exchange.bucket_round(
-                found, tensors, compress=compresses(), scale=_loss_scale(engine), partial=True
-            )
-        )
+        _average(engine, exchange, parameters, tensors, compresses())
         has_exchanged = True
         if mean is not bucket:
             bucket.copy_(mean)
@@ -143,15 +133,28 @@ def _replace_partitioned(engine: Any, exchange: Exchange, compresses: Callable[[
     optimizer.overlapping_partition_gradients_reduce_epilogue = finish_and_count
 
 
+def _average(
+    engine: Any,
+    exchange: Exchange,
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    compress: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Average a bucket's gradients in place; a step may have several buckets."""
+    bucket = exchange.buckets.of_parameters(parameters, tensors, engine.param_names.__getitem__)
+    loss_scale = getattr(engine.optimizer, "loss_scale", None)  # None for bfloat16, too
+    scale = 1.0 if loss_scale is None else float(loss_scale)
+    exchange.transport.run(
+        exchange.bucket_round(
+            bucket, tensors, compress=compress, scale=scale, partial=True, dtype=dtype
+        )
+    )
+
+
 def _end_step(exchange: Exchange, gradients: Iterable[torch.Tensor | None]) -> None:
     """End a step; fill all gradients with NaN if some gradient was not finite on some rank."""
     health = exchange.end_step()
     for gradient in gradients:
         if gradient is not None:
             fill_nan_(gradient, health.to(gradient.device))
-
-
-def _loss_scale(engine: Any) -> float:
-    """Return the loss scale by which the present gradients are multiplied; 1 without scaling."""
-    scale = getattr(engine.optimizer, "loss_scale", None)  # None for bfloat16, too
-    return 1.0 if scale is None else float(scale)

@@ -127,7 +127,12 @@ class EngineSettings:
         require_integer(BLOCK, START, start)
         require_within(BLOCK, START, start, "[0, inf)")
         if private is not None:
-            private = _rank_level(private)
+            from comm_hooks.optim.private import RankLevel
+
+            try:
+                private = RankLevel.of(private)
+            except ValueError as error:
+                raise ValueError(f"{BLOCK}.{PRIVATE}: {error}") from None
         return cls(None, ExchangeSettings.from_dict(block, path=BLOCK), start, private)
 
 
@@ -340,15 +345,6 @@ def _items(path: str, given: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{path}: must be an object, got {given!r}")
     return given.items()
-
-
-def _rank_level(given: Any) -> "RankLevel":
-    from comm_hooks.optim.private import RankLevel
-
-    try:
-        return RankLevel.of(given)
-    except ValueError as error:
-        raise ValueError(f"{BLOCK}.{PRIVATE}: {error}") from None
 
 
 def _stage(config: Mapping[str, Any]) -> int:

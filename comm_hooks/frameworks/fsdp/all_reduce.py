@@ -15,7 +15,7 @@ from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.agreement import check_agreement
-from comm_hooks.frameworks.fsdp.state import CompressedReduction, ReplicaCheck, new_exchange
+from comm_hooks.frameworks.fsdp.state import CompressedReduction, new_exchange
 from comm_hooks.frameworks.fsdp.units import Unit, find_units
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,8 @@ def compress_all_reduce(
     exchange = new_exchange(model, units, compressor, caller, group, settings)
     shards = TorchDistributed(units[0].shard_group)
     _agree(exchange, shards, dist.get_process_group_ranks(group))
-    replicas = ReplicaCheck(units, exchange.transport, shards)
     state = CompressedReduction(
-        exchange, units, [shards.rank], loss_scale, replicas, [units[0].shard_group], others=shards
+        exchange, units, [shards.rank], loss_scale, shards, [units[0].shard_group]
     )
     waiting: dict[str, torch.Tensor] = {}
     for unit in units:

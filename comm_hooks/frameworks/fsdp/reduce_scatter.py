@@ -11,7 +11,7 @@ from torch import nn
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange
-from comm_hooks.frameworks.fsdp.state import CompressedReduction, ReplicaCheck, new_exchange
+from comm_hooks.frameworks.fsdp.state import CompressedReduction, new_exchange
 from comm_hooks.frameworks.fsdp.units import Unit, find_units
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,10 @@ def compress_reduce_scatter(
     settings["collective"] = "all_gather"
     exchange = new_exchange(model, units, compressor, caller, units[0].shard_group, settings)
     exchange.agree_now()
-    group = units[0].replica_group
-    others = TorchDistributed(group) if group else None
-    replicas = ReplicaCheck(units, others, exchange.transport) if others else None
+    mesh = units[0].group.mesh_info
+    replicas = TorchDistributed(mesh.replicate_process_group) if units[0].all_reduces else None
     shards = range(exchange.transport.world_size)
-    state = CompressedReduction(exchange, units, shards, loss_scale, replicas, others=others)
+    state = CompressedReduction(exchange, units, shards, loss_scale, replicas)
     for unit in units:
         # torch's ReduceScatter is private; only its two methods are called.
         unit.module.set_custom_reduce_scatter(_ReduceScatter(state, unit))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from comm_hooks.collectives.base import Transport
 from comm_hooks.collectives.requests import AllGatherObject, AllReduce
 from comm_hooks.compressors.base import Compressor
 from comm_hooks.exchange import Exchange, ExchangeSettings
-from comm_hooks.exchange.routes import fill_nan_
+from comm_hooks.exchange.routes.route import fill_nan_
 from comm_hooks.exchange.settings import require_gradients
 from comm_hooks.frameworks.fsdp.units import Unit, warn_of_unsharded
 from comm_hooks.requirements import first_of
@@ -28,10 +28,10 @@ class CompressedReduction:
         units: the FSDP modules of the model.
         shards: the indices of the shards with residuals on this rank.
         loss_scale: see :class:`~comm_hooks.CompressionState`.
-        replicas: the check of the weights of other replicas; None without other replicas.
-        model_parallel_groups: groups of ranks with other parts of a model, which exchange nothing.
-        others: the transport between this rank and those that end a step with it, besides the
-            ranks of the exchange; None if there are none.
+        others: connects this rank to those that end a step with it, besides the ranks of the
+            exchange; None if there are none.
+        model_parallel_groups: groups of ranks with other parts of a model, which exchange nothing:
+            that of ``others`` if the exchange is between replicas; [] if it is between shards.
 
     Attributes:
         exchange: the exchange, with its settings, residuals and counts of steps and bytes.
@@ -43,18 +43,16 @@ class CompressedReduction:
         units: Sequence[Unit],
         shards: Sequence[int],
         loss_scale: Callable[[], float] | None,
-        replicas: "ReplicaCheck | None",
+        others: Transport | None,
         model_parallel_groups: Sequence[dist.ProcessGroup] = (),
-        *,
-        others: Transport | None = None,
     ) -> None:
         self.exchange = exchange
         self.model_parallel_groups = list(model_parallel_groups)
         self._units = units
         self._shards = shards
         self._loss_scale = loss_scale
-        self._replicas = replicas
         self._others = others
+        self._compared_at: int | None = None
 
     def stats(self) -> dict[str, float]:
         """Return the traffic of this rank; see :meth:`~comm_hooks.Exchange.stats`.
@@ -94,8 +92,8 @@ class CompressedReduction:
 
     def begin(self) -> float:
         """Compare the weights of replicas, if that is due, and return the present loss scale."""
-        if self._replicas:
-            self._replicas.compare(self.exchange)
+        if self._others:
+            self._compare_replicas(self._others)
         return float(self._loss_scale()) if self._loss_scale else 1.0
 
     def end(self) -> None:
@@ -118,6 +116,33 @@ class CompressedReduction:
         total = self._others.perform(AllReduce(health.view(1)))
         return total.squeeze(0)
 
+    def _compare_replicas(self, others: Transport) -> None:
+        """Raise ``ValueError`` on all ranks if replicas of any shard hold different weights.
+
+        Compares at the first exchange, and then as often as its ``verify_every`` says.
+        """
+        exchange, is_first = self.exchange, self._compared_at is None
+        if self._compared_at == exchange.step or not (is_first or exchange.verifies()):
+            return
+        self._compared_at = exchange.step
+        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
+        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
+        replicas, shards = exchange.transport, others
+        if not self.model_parallel_groups:
+            replicas, shards = shards, replicas
+        found = replicas.perform(AllGatherObject(digests))
+        differing = [n for n in digests if any(each[n] != digests[n] for each in found)]
+        # A difference may lie in one shard only, but all ranks must stop together.
+        names = dict.fromkeys(
+            name for part in shards.perform(AllGatherObject(differing)) for name in part
+        )
+        if names:
+            raise ValueError(
+                f"replicas {'start from' if is_first else 'have come to'} different weights, in "
+                f"{first_of(list(names))}: initialize them alike (torch.manual_seed) or load the "
+                "same checkpoint everywhere, and let nothing but the optimizer change them"
+            )
+
     def _check_names(self, states: Sequence[Mapping[str, Any]]) -> None:
         memory = self.exchange.memory
         if memory is None:
@@ -130,47 +155,6 @@ class CompressedReduction:
                 "the state has residuals of shards that this rank does not have: "
                 f"{', '.join(strangers[:3])} (parameter[shard/shards]): use the model and the "
                 "number of shards of the run that saved it"
-            )
-
-
-class ReplicaCheck:
-    """Compares the weights of ranks that hold the same shards, which must stay equal.
-
-    Args:
-        units: the FSDP modules of the model.
-        replicas: connects the ranks that hold the same shards.
-        shards: connects the ranks that together hold one replica.
-    """
-
-    def __init__(self, units: Sequence[Unit], replicas: Transport, shards: Transport) -> None:
-        self._units = units
-        self._replicas = replicas
-        self._shards = shards
-        self._compared_at: int | None = None
-
-    def compare(self, exchange: Exchange) -> None:
-        """Compare weights at the first exchange, and then as often as its ``verify_every`` says.
-
-        Raises:
-            ValueError: on all ranks, if replicas of any shard hold different weights.
-        """
-        is_first = self._compared_at is None
-        if self._compared_at == exchange.step or not (is_first or exchange.verifies()):
-            return
-        self._compared_at = exchange.step
-        parameters = {n: p for unit in self._units for n, p in unit.parameters().items()}
-        digests = {name: int(fingerprint([p])) for name, p in parameters.items()}
-        replicas = self._replicas.perform(AllGatherObject(digests))
-        differing = [n for n in digests if any(r[n] != digests[n] for r in replicas)]
-        # A difference may lie in one shard only, but all ranks must stop together.
-        names = dict.fromkeys(
-            name for part in self._shards.perform(AllGatherObject(differing)) for name in part
-        )
-        if names:
-            raise ValueError(
-                f"replicas {'start from' if is_first else 'have come to'} different weights, in "
-                f"{first_of(list(names))}: initialize them alike (torch.manual_seed) or load the "
-                "same checkpoint everywhere, and let nothing but the optimizer change them"
             )
 
 

@@ -69,11 +69,6 @@ class Unit:
     def shard_group(self) -> dist.ProcessGroup:
         return self.group.mesh_info.shard_process_group
 
-    @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which FSDP itself averages this rank's shard; None if it does not."""
-        return self.group.mesh_info.replicate_process_group if self.all_reduces else None
-
     def registered(self) -> list[torch.Tensor]:
         """Return all tensors that may be the module's parameters: shards and gathered tensors."""
         parameters = self.group.fsdp_params

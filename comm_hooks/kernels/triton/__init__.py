@@ -9,7 +9,6 @@ They also run, slowly, in Triton's interpreter on the CPU, with ``TRITON_INTERPR
 Triton is imported: ``tests/kernels/triton`` tests them without a GPU.
 """
 
-import functools
 from importlib.util import find_spec
 
 import torch
@@ -21,6 +20,7 @@ LARGEST_BLOCK = 16384
 PAIRS = 512
 # Kernels count the elements of a row, and those of an incomplete line behind it, in 32 bits.
 _LARGEST_ROW = 1 << 30
+_IS_INSTALLED = find_spec("triton") is not None
 
 
 def available(tensor: Tensor) -> bool:
@@ -29,10 +29,5 @@ def available(tensor: Tensor) -> bool:
         tensor.is_cuda
         and tensor.dtype == torch.float32
         and 0 < tensor[0].numel() < _LARGEST_ROW
-        and _is_installed()
+        and _IS_INSTALLED
     )
-
-
-@functools.cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None

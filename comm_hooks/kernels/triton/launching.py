@@ -1,6 +1,5 @@
 """Launch Triton kernels with the options that all of them need."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ def launch(
         registers: the largest number of registers per thread; by default the compiler decides.
         constants: the arguments of the kernel that are known when it is compiled.
     """
-    on_device = torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext()
-    with on_device:
+    with torch.cuda.device_of(args[0]):  # the interpreter has tensors on the CPU
         kernel[(programs,)](
             *args, **constants, num_warps=warps, maxnreg=registers, **_COMPILE_OPTIONS
         )
