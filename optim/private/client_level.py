@@ -22,6 +22,7 @@ from comm_hooks.optim.private.noise.gate import Gate
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
+from comm_hooks.optim.private.witness import Witness
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
     ClientSampling,
@@ -75,6 +76,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     Attributes:
         releases: the counts of releases on which the saved state depends.
         of_model: the counts of releases that made the model.
+        witness: warns of writes to the model between rounds.
 
     Raises:
         ValueError: for settings out of range.
@@ -124,6 +126,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     _rounds: int = field(default=0, init=False, repr=False)
     releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)
     of_model: list[Releases] = field(default_factory=list, init=False, repr=False)
+    witness: Witness = field(default_factory=Witness, init=False, repr=False)
     gate: Gate = field(default_factory=Gate, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
 
     def prepare(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
         self.of_model += releases_of(parameters)
+        self.witness.watch(parameters)
         exchange.state.provenance = self.releases
         exchange.gate = self.gate
 
@@ -143,6 +147,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
             self._secret = Secret(bytes.fromhex("".join(parts)))
+        self.witness.look()
         self.enter()
         self.releases.add(_PLACE, self.noise_multiplier)
         # Rounds of this process, not of the run: a repeated round draws other clients.
@@ -170,6 +175,9 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
                         f"{old.get(name)} to {value}: the drawn clients would influence later "
                         "clients' steps. Step learning rate schedulers between rounds"
                     )
+
+    def end_round(self) -> None:
+        self.witness.note()
 
     def check_step(self, *, is_scaled: bool) -> None:
         if is_scaled:

@@ -95,7 +95,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
-        self.witness = Witness(gradients.parameters, model.module if model else None)
+        self.witness = Witness()
+        self.witness.watch(gradients.parameters, model.module if model else None)
         watch(gradients.parameters, self)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)

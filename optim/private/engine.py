@@ -327,6 +327,7 @@ class PrivacyEngine:
         )
         enter = self._entry(lambda: event, [participation.releases], participation.of_model)
         resettle(participation, "enter", enter)
+        self._witnesses.add(participation.witness)
         return participation
 
     def account(

@@ -27,21 +27,29 @@ class Witness:
        may have been written to in ways that count; and the values, after the first two steps and
        one of 64 others.
 
-    Args:
-        parameters: the trained parameters.
-        module: the model; None: only the parameters are looked at.
+    It lives as long as the model does.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], module: nn.Module | None) -> None:
-        # A strong reference to a parameter would keep it and this object alive.
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._module = None if module is None else weakref.ref(module)
+    def __init__(self) -> None:
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._module: weakref.ref[nn.Module] | None = None
         self._versions: list[int] | None = None
         self._fixed: list[int] = []
         self._values: list[int] = []
         self._released: list[tuple[int, int]] = []
         self._steps = 0
         self._has_warned = False
+
+    def watch(self, parameters: Sequence[torch.Tensor], module: nn.Module | None = None) -> None:
+        """Begin to watch.
+
+        Args:
+            parameters: the trained parameters.
+            module: the model; None: only the parameters are looked at.
+        """
+        # Weakly: a strong reference would keep them, and so this object, for ever.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._module = None if module is None else weakref.ref(module)
         _witnesses[parameters[0]] = self
 
     def note(self) -> None:
@@ -90,7 +98,7 @@ class Witness:
 
     def _warn(self, problem: str) -> None:
         self._has_warned = True
-        warn_program(f"DPOptimizer: {problem}")
+        warn_program(f"private training: {problem}")
 
     def _trained(self) -> list[torch.Tensor]:
         return [parameter for ref in self._parameters if (parameter := ref()) is not None]

@@ -169,6 +169,9 @@ class ClientSampling(ABC):
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Return the turns of a round: for each turn one client per rank, or None for no client."""
 
+    def end_round(self) -> None:  # noqa: B027
+        """Note that a round has ended, and the parameters are those of the shared model."""
+
     def turn(
         self, client: int, inner: Optimizer, server: Optimizer
     ) -> AbstractContextManager[None]:

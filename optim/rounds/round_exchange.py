@@ -142,6 +142,7 @@ class RoundExchange:
             state.is_round_open = False
             state.left_out.clear()
             state.model.note()
+            participation.end_round()
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Count a local step and exchange the fragment that is due after it.

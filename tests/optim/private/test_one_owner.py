@@ -12,6 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from comm_hooks import Exchange
+from comm_hooks.collectives import Simulated
+from comm_hooks.compressors.identity import Identity
+from comm_hooks.optim import FedAvg
 from comm_hooks.optim.private import DPSGD, ClippedSum, PrivacyEngine, PrivacyError, witness
 from tests.optim.private.test_tickets import dataset, forever, loss_function, private
 
@@ -118,6 +122,32 @@ def test_what_no_step_changes_is_looked_at_with_epsilon(how: str) -> None:
     writes(how, model)
     with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
         engine.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("when", ["before a round", "before get_epsilon"])
+def test_writing_between_rounds_of_clients_is_noticed(when: str) -> None:
+    engine, model = PrivacyEngine(), nn.Linear(6, 3)
+    participation = engine.private_participation(
+        clients=3, sample_rate=0.5, noise_multiplier=1.0, max_norm=1.0
+    )
+    exchange = Exchange(Identity(), transport=Simulated(1)[0])
+    rounds = FedAvg(model.named_parameters(), exchange, lr=0.1, participation=participation)
+
+    def play() -> None:
+        for _ in rounds.clients():
+            loss_function(model, dataset()[:4]).sum().backward()
+            rounds.step()
+            rounds.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*world size is 1")
+        for _ in range(3):
+            play()
+            engine.get_epsilon(1e-3)
+    writes("in place", model)
+    with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
+        play() if when == "before a round" else engine.get_epsilon(1e-3)
 
 
 def test_a_model_is_watched_after_its_optimizer_is_gone() -> None:
