@@ -33,7 +33,7 @@ _COARSE = 1e-4
 # differ by a sixth of that.
 _MANY, _LEAST = 64, 1 / 16
 # A difference of this part of a gradient may be rounding.
-_ROUNDING = 0.1
+_ROUNDING = 0.25
 # One of so many batches that are looked at has samples replaced.
 _RARELY = 4
 # The bits of a row's number distinguish every two of so many rows.
@@ -82,7 +82,7 @@ class AloneCheck:
     2, and samples that are read again must then be among the rows of the batch, unless padded.
 
     A difference d of a gradient of norm n passes if d < 4 sqrt(eps) max(n, C), for the coarsest
-    dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does d < n / 10 if it is
+    dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does d < n / 4 if it is
     rounding: if as many copies of the sample have the gradient that it has in the batch.  Of 16
     bits (and TF32) half of the norm passes, unless the loss differs by 4 sqrt(eps) or 3 shows it,
     in which sqrt(eps) passes.
