@@ -90,6 +90,8 @@ class DPOptimizer(Settled, WrappingOptimizer):
             require_kind(self, "tickets", tickets, Tickets)
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
         self._tickets.has_steps = True
+        if model is not None:
+            require_kind(self, "model", model, RegisteredModel)
         self._model = model
         self._padding = padding
         self._raw = _RawGradients(gradients.parameters)
