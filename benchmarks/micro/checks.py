@@ -33,7 +33,7 @@ from benchmarks.lab.training import closure_of
 from benchmarks.lab.worker import connect
 from benchmarks.micro.timing import print_head
 from comm_hooks import Exchange
-from comm_hooks.exchange import agreement
+from comm_hooks.exchange import exchange
 from comm_hooks.frameworks.ddp.model import AccumulationCheck
 from comm_hooks.wire import gathered_header, summed_header
 from comm_hooks.wire.gathered_header import GatheredHeader
@@ -61,7 +61,7 @@ _TIMED: tuple[tuple[Any, str, str], ...] = (
     (gathered_header, "checksums", "checksums"),
     (summed_header, "checksums", "checksums"),
     (Exchange, "_stamp", "stamps"),
-    (agreement, "fingerprint", "fingerprint"),
+    (exchange, "fingerprint", "fingerprint"),
     (AccumulationCheck, "check", "hook"),
 )
 

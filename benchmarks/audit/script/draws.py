@@ -8,13 +8,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from comm_hooks.optim.private.data.poisson import PoissonLoader, PoissonSampler
+from comm_hooks.optim.private.data.rows import require_once
 from comm_hooks.optim.private.data.tickets import Ticket, Tickets
+from comm_hooks.optim.private.random_states import random_states_kept
 
 Kind = Literal["absent", "huge", "swapped", "not finite"]
 # Factors of the values: gradients are far above any bound, and their squares finite.
+# Those that read one sample at a time, although they offer to read several.
+_KNOWN = (Subset, ConcatDataset)
 EXTREMES: dict[str, float] = {"huge": 1e6, "swapped": 1e6, "not finite": float("nan")}
 
 
@@ -39,13 +43,19 @@ class Draws:
 
     Args:
         planted: the sample; None for none.
+        seed: sets the generators.
+
+    Samples that are random are the same in all runs: the generators are set for each reading, by
+    its index and the number of steps.  A data set that reads several samples together is left as
+    it is.
 
     Attributes:
         observers: by event; see :mod:`benchmarks.audit.events`.
     """
 
-    def __init__(self, planted: Plant | None) -> None:
-        self._planted = planted
+    def __init__(self, planted: Plant | None, seed: Callable[[int], None]) -> None:
+        self._planted, self._seed = planted, seed
+        self._steps = 0
         # By the id of a data set, which is kept alive.
         self._edits: dict[int, tuple[Any, Callable[[int, Any], Any]]] = {}
         # By the sampler and the tickets of a loader: its rank, the number of ranks, and the
@@ -76,10 +86,14 @@ class Draws:
         world_size: int = 1,
         **options: Any,
     ) -> None:
+        edit: Callable[[int, Any], Any] = _unchanged
         if self._planted is not None and self._planted.index < len(dataset):
             if id(dataset) not in self._edits:
                 self._edits[id(dataset)] = dataset, plant(dataset, self._planted)
-            dataset = _Edited(dataset, self._edits[id(dataset)][1])
+            edit = self._edits[id(dataset)][1]
+        require_once(dataset)
+        if self._planted is not None or type(dataset) in _KNOWN or not _reads_several(dataset):
+            dataset = _Edited(dataset, edit, self._seed_of)
         method(loader, dataset, *args, rank=rank, world_size=world_size, **options)
         waiting: tuple[int, int, deque[list[int]]] = (rank, world_size, deque())
         self._waiting[loader.batch_sampler] = self._waiting[loader.tickets] = waiting
@@ -105,25 +119,42 @@ class Draws:
     ) -> Ticket:
         ticket = method(tickets, batch, read)
         if tickets in self._waiting:
-            self._drawn_for[ticket] = self._waiting[tickets][2].popleft()
+            waiting = self._waiting[tickets][2]
+            self._drawn_for[ticket] = waiting.popleft() if waiting else []
         return ticket
 
+    def _seed_of(self, index: int) -> None:
+        self._seed((1_000_003 * (self._steps + 1) + index) % (1 << 31))
+
     def _spend(self, method: Callable[..., None], tickets: Tickets, ticket: Ticket) -> None:
+        self._steps += 1
         self._drawn = self._drawn_for.get(ticket)
         method(tickets, ticket)
 
 
 class _Edited:
-    """A data set with one changed sample."""
+    """A data set with changed samples, which are the same at each reading in a step."""
 
-    def __init__(self, dataset: Any, edit: Callable[[int, Any], Any]) -> None:
-        self._dataset, self._edit = dataset, edit
+    def __init__(
+        self, dataset: Any, edit: Callable[[int, Any], Any], seed: Callable[[int], None]
+    ) -> None:
+        self._dataset, self._edit, self._seed = dataset, edit, seed
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._edit(index, self._dataset[index])
+        with random_states_kept():
+            self._seed(index)
+            return self._edit(index, self._dataset[index])
+
+
+def _unchanged(index: int, sample: Any) -> Any:
+    return sample
+
+
+def _reads_several(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitems__")
 
 
 def plant(dataset: Any, planted: Plant) -> Callable[[int, Any], Any]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, chi2
 
 from benchmarks.audit.checks.noise import Noise, repeated, too_quiet
 from benchmarks.audit.script.run import Run
@@ -13,6 +13,8 @@ from benchmarks.audit.script.run import Run
 # Of a false alarm: of all variances together, and of all correlations.
 _CHANCE = 1e-4
 _SAMPLING_CHANCE = 1e-9
+# Of the fourth moment, in standard deviations, and the fewest numbers that it is taken of.
+_MOST_DEVIATIONS, _FEWEST = 6.0, 1000
 
 
 def find_noise(run: Run) -> list[Noise]:
@@ -80,6 +82,13 @@ def judge_noise(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple[list[
             problems.append(f"{noise.labels[0]} was released without noise")
             continue
         problems += too_quiet(noise, "that the ledger has", _CHANCE / len(noises))
+        squares, count = noise.values.square(), noise.values.numel()
+        moment = float(squares.square().mean() / squares.mean() ** 2)
+        if count >= _FEWEST and abs(moment - 3) > _MOST_DEVIATIONS * math.sqrt(24 / count):
+            problems.append(
+                f"the noise of {noise.labels[0]} and later steps is not normal: its fourth moment "
+                f"is {moment:.2f} times the square of its variance, and not 3"
+            )
     pairs: list[tuple[Noise, Noise | None]] = [(noise, None) for noise in noises]
     for noise, other in zip(noises, others, strict=False):
         if other.values.shape[1] == noise.values.shape[1]:
@@ -87,9 +96,9 @@ def judge_noise(noises: Sequence[Noise], others: Sequence[Noise]) -> tuple[list[
             pairs.append((noise, Noise(other.values, labels, other.steps, other.parts)))
     for noise, other_noise in pairs:
         problems += repeated(noise, _CHANCE / len(pairs), other_noise)
-    squares = sum(float(noise.values.square().sum()) for noise in noises)
+    sum_of_squares = sum(float(noise.values.square().sum()) for noise in noises)
     numbers = sum(noise.values.numel() for noise in noises)
-    return problems, math.sqrt(squares / numbers) if numbers else 0.0
+    return problems, math.sqrt(sum_of_squares / numbers) if numbers else 0.0
 
 
 def judge_draws(run: Run, other: Run) -> tuple[list[str], float | None]:
@@ -106,8 +115,19 @@ def judge_draws(run: Run, other: Run) -> tuple[list[str], float | None]:
     trials = count * len(drawn)
     if not trials:
         return [], None
+    entries = [release["entry"] for release in run.ranks[0]["releases"]]
+    rate = min([rate, *(entry[1] for entry in entries if entry)])
     total = sum(map(len, drawn))
     problems = []
+    if any(len(set(step)) < len(step) for step in drawn):
+        problems.append("a sample is drawn twice in a step")
+    expected, variance = count * rate, count * rate * (1 - rate)
+    spread = sum((len(step) - expected) ** 2 for step in drawn)
+    if variance > 1 and chi2.cdf(spread / variance, len(drawn)) < _SAMPLING_CHANCE:
+        problems.append(
+            f"batches have {min(map(len, drawn))} to {max(map(len, drawn))} samples, and those of "
+            "independent draws would vary more"
+        )
     if binom.sf(total - 1, trials, rate) < _SAMPLING_CHANCE:
         problems.append(
             f"samples are drawn with probability {total / trials:.3g}, and the ledger has {rate:g}"

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from benchmarks.audit.events import observing
 from benchmarks.audit.script.clients import Clients
 from benchmarks.audit.script.draws import Draws, Plant
+from benchmarks.audit.script.library import functions, replaced
 from benchmarks.audit.script.sources import Sources
 from benchmarks.audit.script.watched import Places, Watched, digest, flat
 from comm_hooks.compressors.identity import Identity
@@ -96,7 +97,7 @@ class Observer:
         self._entries: list[tuple[float, float]] = []
         self.places = Places(script)
         self._watched = Watched()
-        self._draws = Draws(variant.plant)
+        self._draws = Draws(variant.plant, _seed)
         self._clients = Clients(variant.plant, rank, self._release, self._after_round)
         self._noise: list[tuple[float, torch.Tensor]] = []
         self._taken = 0
@@ -107,6 +108,7 @@ class Observer:
         self._units: list[tuple[int, float]] = []
         self._sources = Sources(variant.varied_source, self.places.now)
         self._stepping: DPOptimizer | None = None
+        self._replaced: list[str] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -129,9 +131,11 @@ class Observer:
         draw = partial(self._draw, os.urandom)
         with mock.patch.object(os, "urandom", draw), observing(observers):
             self._sources.start()
+            library = functions()
             try:
                 yield
             finally:
+                self._replaced = replaced(library)
                 self._sources.stop()
                 for hook in hooks:
                     hook.remove()
@@ -151,6 +155,7 @@ class Observer:
             "engines": len(self._engines),
             "units": self._units,
             "sources": self._sources.found,
+            "replaced": self._replaced,
         }
 
     # Randomness

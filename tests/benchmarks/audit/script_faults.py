@@ -142,10 +142,10 @@ FAULTS: dict[str, Script] = {
             "private": "other = torch.optim.SGD(model.parameters(), lr=1e-3)",
             "step": "other.zero_grad()\nloss_function(model, batch).backward()\nother.step()",
         },
-        "changed by SGD.step()",
+        "a step of its own would not be in the ledger",
     ),
     "steps that are not entered": Script(
-        {"private": "optimizer._enter = lambda: None"}, "has no entry in the ledger"
+        {"private": "optimizer._enter = lambda: None"}, "would not be in the ledger"
     ),
     "inputs normalized by the batch": Script(
         {"batch": "batch = [(batch[0] - batch[0].mean(0)) / (batch[0].std(0) + 1e-3), batch[1]]"},
@@ -219,7 +219,7 @@ FAULTS: dict[str, Script] = {
                 "optimizer.gradients._add_samples = add"
             )
         },
-        "changes the clipped sum",
+        "something else has changed the sum",
     ),
     "noise from a seed": Script(
         {"private": "optimizer.mechanism._secret = Secret(b'42')"}, "follows from a seed"
@@ -256,7 +256,7 @@ FAULTS: dict[str, Script] = {
         "expected_batch_size (",
     ),
     "batches left out whose loss is not finite": Script(
-        {"backward": "if not loss < 100:\n    continue"}, "which batch is taken for step"
+        {"backward": "if not loss < 100:\n    continue"}, "zero_grad() would dis"
     ),
     "a weight changed in place": Script(
         {"batch": "model[0].bias.data.add_(1e-3 * batch[0].sum())"}, "not by a step of an optimizer"
@@ -273,7 +273,7 @@ FAULTS: dict[str, Script] = {
                 "    loss_function(model, batch).backward()\n    other.step()"
             ),
         },
-        "changed by SGD.step()",
+        "a step of its own would not be in the ledger",
         processes=2,
     ),
     "a loss that compares samples": Script(
