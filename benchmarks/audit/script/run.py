@@ -1,10 +1,12 @@
 """Runs of a user's script, each in processes and a folder of its own."""
 
+import functools
 import multiprocessing
 import os
 import runpy
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -42,11 +44,11 @@ class ScriptFailed(ValueError):
         self.trace, self.refused = trace, refused
 
 
-def _start_server() -> None:
-    """Start the process that ranks are forked from in the clone.
+_starting = threading.Lock()
 
-    It imports from its own folder, and Opacus installs another package named ``benchmarks``.
-    """
+
+@functools.cache
+def _started() -> None:
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "benchmarks.audit.script.run"])
     folder = Path.cwd()
     os.chdir(_ROOT)
@@ -54,6 +56,16 @@ def _start_server() -> None:
         forkserver.ensure_running()
     finally:
         os.chdir(folder)
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from in the clone, once.
+
+    It imports from its own folder, and Opacus installs another package named ``benchmarks``.  The
+    folder is that of all threads: none may start a rank meanwhile.
+    """
+    with _starting:
+        _started()
 
 
 @dataclass(frozen=True)
