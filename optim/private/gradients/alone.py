@@ -32,6 +32,8 @@ _COARSE = 1e-4
 # The number of samples from which on less passes, and the least part of it that does: roundings
 # differ by a sixth of that.
 _MANY, _LEAST = 64, 1 / 16
+# Where nothing but samples beside it changes, and no rounding of its own.
+_LEAST_REPLACED = 3e-4
 # A difference of this part of a gradient may be rounding.
 _ROUNDING = 0.25
 # One of so many batches that are looked at has samples replaced.
@@ -85,7 +87,7 @@ class AloneCheck:
     dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does d < n / 4 if it is
     rounding: if as many copies of the sample have the gradient that it has in the batch.  Of 16
     bits (and TF32) half of the norm passes, unless the loss differs by 4 sqrt(eps) or 3 shows it,
-    in which sqrt(eps) passes.
+    in which 4 eps passes, or 0.0003.
     A leak in a share s of the rows, over all batches, is found after 32 / s batches in expectation.
 
     Args:
@@ -235,7 +237,7 @@ class AloneCheck:
             except Exception:
                 continue  # a loss function may refuse extreme samples
             # As many samples and the same random numbers: with the same roundings.
-            tolerance = math.sqrt(self._replay.epsilon)
+            tolerance = max(4 * self._replay.epsilon, _LEAST_REPLACED)
             for row in kept:
                 one, other = _row(row, *before), _row(row, *after)
                 if _differ(one, other, tolerance, tolerance, self._max_grad_norm()):
