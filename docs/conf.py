@@ -63,6 +63,8 @@ nitpick_ignore_regex = [
     ("py:class", r"comm_hooks\.registered_model\.RegisteredModel"),  # inside, too
     ("py:class", r"comm_hooks\.collectives\.gloo\.GlooRanks"),  # inside, too
     ("py:class", r"comm_hooks\.optim\.private\.gradients\.alone\.Alone"),  # inside, too
+    ("py:class", r"comm_hooks\.optim\.private\.witness\.Witness"),  # inside, too
+    ("py:class", r"comm_hooks\.frameworks\.ddp\.hook\.Privacy"),  # RankLevel
 ]
 
 
