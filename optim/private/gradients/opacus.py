@@ -147,16 +147,14 @@ class OpacusGradients(BatchClipper):
                     "differentiated, and no activation checkpointing"
                 )
         require_used(self._names, found)
-        rows = [len(samples) for samples in found]
-        if any(count != size for count in rows):
-            listed = ", ".join(
-                f"{n}: {r}" for n, r in zip(self._names, rows, strict=True) if r != size
-            )
+        rows = zip(self._names, map(len, found), strict=True)
+        if others := [f"{name}: {count}" for name, count in rows if count != size]:
             raise ValueError(
                 f"layers have seen other numbers of rows than the batch has samples, {size}, so "
-                f"their gradients cannot be matched: {listed}. The first dimension must be the "
-                "sample in every layer: freeze layers of another (embeddings of positions), or "
-                'take grad_sample_mode="functorch"'
+                "their gradients cannot be matched: "
+                f"{', '.join(others)}. The first dimension must be the sample in every layer: "
+                "freeze layers of another (embeddings of positions), or take "
+                'grad_sample_mode="functorch"'
             )
 
     def _forget(self) -> None:
