@@ -18,8 +18,7 @@ from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
 from comm_hooks.optim.private.gradients.neighbours import neighbours
-from comm_hooks.optim.private.gradients.replay import Replay
-from comm_hooks.optim.private.random_states import random_states, random_states_kept
+from comm_hooks.optim.private.random_states import Replay, random_states, random_states_kept
 
 RATE = 64
 """One of so many batches is looked at, besides the first of each kind."""
