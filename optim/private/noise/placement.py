@@ -139,9 +139,9 @@ def judge(scheme: Scheme) -> Verdict:
 
     Not supported, and refused where they would be needed: integer mechanisms under secure
     aggregation (rule 14), noise on the factors of PowerSGD (rule 15), clipping norms that adapt
-    (rule 20).  Taken for granted, since this library offers nothing else: every sample is clipped
-    by itself (rule 18), after a scaling by public statistics or releases if any (rule 16), clients
-    have equal weights (rule 11), and the divisor is public (rule 19).
+    (rule 20).  Taken for granted, since this library offers nothing else: a scaling of
+    samples comes before clipping, and is public or follows from releases (rule 16), clients have
+    equal weights (rule 11), and the divisor is public (rule 19).
 
     Example::
 
@@ -156,6 +156,12 @@ def judge(scheme: Scheme) -> Verdict:
     """
     if scheme.unit == "client":
         return _judge_client(scheme)
+    if scheme.clipping == "message":
+        _refuse(
+            18,
+            "the message of a batch is clipped, in which a sample may take the place of all others",
+            "each sample's gradient is clipped: clipping='unit'",
+        )
     name = type(scheme.compressor).__name__
     ranks = scheme.world_size
     if scheme.feedback == "before_noise":

@@ -56,6 +56,7 @@ REFUSED: list[tuple[Case, int, str]] = [
     (case("aggregate", exempt=Identity(16)), 8, "exempt_bits=32"),
     (case("aggregate", UNBOUNDED), 9, "count_sketch"),
     *((case(p, feedback="before_noise"), 10, "noised") for p in get_args(Place)),
+    *((case(p, clipping="message"), 18, "clipping='unit'") for p in get_args(Place)),
     *(
         (client(c, clipping="unit"), 12, "clipping='message'")
         for c in (SKETCH, Quantize(bits=2), RandomK(0.1))
