@@ -49,7 +49,7 @@ def test_frequent_words_are_divided_by_more(words: Words) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdaS", "DP-FedAvg", "DP-FedAdam", "AdaDPS"])
 def test_methods_learn_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
-    plan = Plan(24, 4, 16, 1, constant)
+    plan = Plan(36, 4, 16, 1, constant)
     (method,) = make_methods([name], [words], plan=plan, sample_rate=0.5, sigma=1e-3, norms=[100.0])
     start = {"AdaDPS": 0.1, "AdaS": 0.1}.get(name, 0.25)
     curve = method.train({"lr": start, **method.variants[-1]}, 0, nothing)

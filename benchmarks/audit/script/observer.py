@@ -321,8 +321,8 @@ class Observer:
         self._sources.stop()
         dataset: Any = getattr(arguments.get("data_loader"), "dataset", None)
         if hasattr(dataset, "__len__"):
-            module, loss_function = map(arguments.get, ("module", "loss_function"))
-            self._sources.read(dataset, module, loss_function)
+            given = map(arguments.get, ("module", "loss_function", "optimizer"))
+            self._sources.read(dataset, *given)
         if self._variant.varied_source is not None:
             raise Stopped
         model, optimizer, loader = method(engine, **arguments)

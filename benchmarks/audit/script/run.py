@@ -144,8 +144,13 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
             )
     for rank, record in enumerate(records):
         if record is not None and record["error"]:
-            message = f"{job.script} failed {on[rank]}: {record['error']}"
-            raise ScriptFailed(message, record["trace"], record["refused"])
+            message, refused = (
+                f"{job.script} failed {on[rank]}: {record['error']}",
+                record["refused"],
+            )
+            if record["replaced"] and refused is None:
+                refused = f"{message}, after it has replaced {', '.join(record['replaced'])}"
+            raise ScriptFailed(message, record["trace"], refused)
     if not in_time:
         raise ScriptFailed(
             f"{job.script} took longer than {job.timeout:g} seconds {in_run}: "

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.audit.script.watched import digest
 
 _LOADING = {"load", "loadtxt", "genfromtxt", "from_numpy", "as_tensor", "tensor"}
-_MAKING = {"rand", "randn", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
+_MAKING = {"rand", "randn", "randint", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
 _PATCHED = ((torch, "load from_numpy"), (np, "load loadtxt genfromtxt"))
 _MOST_ROWS = 20_000
 
@@ -32,7 +32,7 @@ class Sources(TorchFunctionMode):
     Attributes:
         found: in ``"made"`` the place, function and shape of each; in ``"rows"`` digests of the
             samples of the first private data set; in ``"others"`` digests of the model and of the
-            values in its loss function, by name.
+            values in its loss function and optimizer, by name.
     """
 
     def __init__(self, varied: int | None, where: Callable[[], str]) -> None:
@@ -53,12 +53,12 @@ class Sources(TorchFunctionMode):
         """End recording; may be called again."""
         self._exits.close()
 
-    def read(self, dataset: Any, model: Any, loss_function: Any) -> None:
-        """Record the samples of the first data set, its model and its loss function."""
+    def read(self, dataset: Any, model: Any, loss_function: Any, optimizer: Any) -> None:
+        """Record the samples of the first data set, its model, loss function and optimizer."""
         if self.found["rows"] is None:
             rows = range(min(len(dataset), _MOST_ROWS))
             self.found["rows"] = [digest(dataset[row]) for row in rows]
-            others = {**_state(model, "parameter"), **_referred(loss_function)}
+            others = {**_state(model, "parameter"), **_referred(loss_function), **_held(optimizer)}
             self.found["others"] = {name: digest(value) for name, value in others.items()}
 
     def __torch_function__(
@@ -105,6 +105,19 @@ def _state(model: Any, kind: str) -> dict[str, Any]:
     if not isinstance(model, torch.nn.Module):
         return {}
     return {f"{kind} {name}": value for name, value in model.state_dict().items()}
+
+
+def _held(optimizer: Any) -> dict[str, Any]:
+    """Return the tensors that an optimizer was given, and the numbers in its groups, by name."""
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) and name != "state" else [value]
+        tensors = [each for each in values if isinstance(each, torch.Tensor | np.ndarray)]
+        found.update({f"the optimizer's {name} {i}": each for i, each in enumerate(tensors)})
+    for place, group in enumerate(optimizer.param_groups):
+        numbers = {name: value for name, value in group.items() if isinstance(value, float)}
+        found.update({f"the optimizer's {name} {place}": value for name, value in numbers.items()})
+    return found
 
 
 def _referred(function: Any, depth: int = 3) -> dict[str, Any]:
