@@ -223,17 +223,18 @@ class RandomK(Compressor):
     def contractive(self) -> bool:
         return not self.unbiased
 
-    def _kept(self, numel: int) -> int:
+    def kept(self, numel: int) -> int:
+        """Return k, the number of elements that are sent of ``numel``."""
         return max(1, round(self.density * numel))
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return 4 * self._kept(numel)
+        return 4 * self.kept(numel)
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        return float(-(-numel // self._kept(numel))) if self.unbiased else 1.0
+        return float(-(-numel // self.kept(numel))) if self.unbiased else 1.0
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        indices, sizes = stratified_indices(draw.keys, rows.shape[1], self._kept(rows.shape[1]))
+        indices, sizes = stratified_indices(draw.keys, rows.shape[1], self.kept(rows.shape[1]))
         values = rows.gather(1, to_device(torch.from_numpy(indices), rows.device))
         if self.unbiased:
             values *= to_device(torch.from_numpy(sizes), rows.device)
