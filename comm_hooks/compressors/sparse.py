@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor, write
-from comm_hooks.kernels.pieces import Blocks
+from comm_hooks.kernels.pieces import Blocks, cut
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
@@ -286,8 +286,7 @@ class PermK(Compressor):
         return to_device(torch.from_numpy(own), device)[..., None]
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % draw.world_size))
-        hands = hands.unflatten(1, (-1, draw.world_size))
+        hands = cut(rows, draw.world_size)
         own = self._own(hands.shape[1], draw, rows.device)
         return hands.gather(2, own).squeeze(2).mul_(draw.world_size)
 
