@@ -106,11 +106,8 @@ def _pieces(
             line, begin, rotation = index * width, window * SIGN_WINDOW, row_rotations[index]
             end = min(begin + SIGN_WINDOW, width, numel - line)
             for first, last in _halves(begin, end, width - rotation):
-                place, sign, length = (
-                    (first + rotation) % width,
-                    offset + first - begin,
-                    last - first,
-                )
+                length = last - first
+                place, sign = (first + rotation) % width, offset + first - begin
                 yield (
                     index == 0,
                     vector[line + first : line + last],
