@@ -135,9 +135,8 @@ class TopK(Compressor):
         at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
         if self.overlap:  # the number of senders of an element is known when all are decoded
             at_once = len(payloads)
-        for first in range(0, len(payloads), at_once):
-            group = payloads[first : first + at_once]
-            self._decode_ranks(out, group, draw.keys, alpha, add=first > 0)
+        for number, group in enumerate(payloads.split(at_once)):
+            self._decode_ranks(out, group, draw.keys, alpha, add=number > 0)
 
     def _decode_ranks(
         self, out: Tensor, payloads: Tensor, keys: Keys, alpha: float, add: bool
