@@ -38,9 +38,9 @@ def local_shards(params: Any) -> Any:
         if isinstance(entry, Mapping):
             members = entry["params"]
             members = [members] if isinstance(members, torch.Tensor) else members
-            converted.append({**entry, "params": list(_parts(members))})
+            converted.append({**entry, "params": [_local(member) for member in members]})
         else:
-            converted += _parts([entry])
+            converted.append(_local(entry))
     return converted
 
 
@@ -59,15 +59,12 @@ def require_part_for_all(owner: object, parameters: Iterable[torch.Tensor]) -> N
         )
 
 
-def _parts(members: Iterable[Any]) -> Iterator[Any]:
-    for member in members:
-        named = isinstance(member, tuple)
-        parameter = member[1] if named else member
-        if not is_sharded(parameter):
-            yield member
-        else:
-            part = _Part.of(parameter)
-            yield (member[0], part) if named else part
+def _local(member: Any) -> Any:
+    """Return a parameter, named or not, as its local shard if it is a DTensor."""
+    if isinstance(member, tuple):
+        name, parameter = member
+        return name, _local(parameter)
+    return _Part.of(member) if is_sharded(member) else member
 
 
 class _Part(nn.Parameter):

@@ -16,7 +16,9 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         state: plain values, tensors, and mappings and sequences of these.
     """
     content = {key: value for key, value in state.items() if key != SEAL}
-    return {**content, SEAL: _digest(content)}
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, content)
+    return {**content, SEAL: digest.hexdigest()}
 
 
 def require_seal(state: Mapping[str, Any]) -> None:
@@ -31,12 +33,6 @@ def require_seal(state: Mapping[str, Any]) -> None:
         raise ValueError(
             "the state is damaged, its content does not match its digest: load another checkpoint"
         )
-
-
-def _digest(value: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, value)
-    return digest.hexdigest()
 
 
 def _add(digest: "hashlib.blake2b", value: Any) -> None:

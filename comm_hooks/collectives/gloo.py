@@ -100,16 +100,13 @@ class GlooRanks(Transport):
             payload = request.payload
             return payload[None] if isinstance(request, AllGather) else payload
         with self._explaining(request):
-            return self._perform(request)
-
-    def _perform(self, request: Request) -> Any:
-        if isinstance(request, AllReduce):
-            self._rings.all_reduce_(request.payload)
-            return request.payload
-        if isinstance(request, AllGather):
-            return self._rings.all_gather(request.payload)
-        if isinstance(request, AllToAll):
-            return self._rings.all_to_all(request.payload)
+            if isinstance(request, AllReduce):
+                self._rings.all_reduce_(request.payload)
+                return request.payload
+            if isinstance(request, AllGather):
+                return self._rings.all_gather(request.payload)
+            if isinstance(request, AllToAll):
+                return self._rings.all_to_all(request.payload)
         raise TypeError(f"no such request: {request}")
 
     def _part(self, group: Group) -> "GlooRanks":

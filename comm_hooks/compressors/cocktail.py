@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor
-from comm_hooks.compressors.sparse import TopK, require_selection
-from comm_hooks.randomness import Draw, stratified_indices
+from comm_hooks.compressors.sparse import RandomK, TopK, require_selection
+from comm_hooks.randomness import Draw
 from comm_hooks.requirements import require_within
-from comm_hooks.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,23 @@ class Cocktail(Compressor):
     contractive = True
 
     @cached_property
+    def _subset(self) -> RandomK:
+        return RandomK(self.mask, unbiased=False)
+
+    @cached_property
     def _top_k(self) -> TopK:
         return TopK(self.density, self.block_size, self.value_bits)
 
-    def _drawn(self, numel: int) -> int:
-        return max(1, round(self.mask * numel))
-
-    def _indices(self, numel: int, draw: Draw, device: torch.device) -> Tensor:
-        indices, _ = stratified_indices(draw.keys, numel, self._drawn(numel))
-        return to_device(torch.from_numpy(indices), device)
-
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return self._top_k.payload_nbytes(self._drawn(numel))
+        return self._top_k.payload_nbytes(self._subset.kept(numel))
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        drawn = rows.gather(1, self._indices(rows.shape[1], draw, rows.device))
-        return self._top_k.encode(drawn, draw)
+        return self._top_k.encode(self._subset.encode(rows, draw), draw)
 
     def decode(
         self, out: Tensor, payloads: Tensor, draw: Draw, *, alpha: float = 1.0, add: bool = False
     ) -> None:
-        indices = self._indices(out.shape[1], draw, out.device)
-        drawn = torch.empty(indices.shape, device=out.device, dtype=torch.float32)
-        self._top_k.decode(drawn, payloads, draw, alpha=alpha)
-        if not add:
-            out.zero_()
-        out.scatter_add_(1, indices, drawn)
+        shape = len(out), self._subset.kept(out.shape[1])
+        drawn = torch.empty(shape, device=out.device, dtype=torch.float32)
+        self._top_k.decode(drawn, payloads, draw)
+        self._subset.decode(out, drawn, draw, alpha=alpha, add=add)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor, write
 from comm_hooks.compressors.sparse import MAX_BLOCK_SIZE, TopK, require_selection
+from comm_hooks.kernels.pieces import cut
 from comm_hooks.randomness import Draw
 from comm_hooks.requirements import require_positive
 
@@ -79,12 +80,10 @@ class DCTTopK(Compressor):
         return top_k.payload_nbytes(padded)
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        numel = rows.shape[1]
-        side, padded, top_k = self._plan(numel)
-        if padded != numel:
-            rows = torch.nn.functional.pad(rows, (0, padded - numel))
+        side, padded, top_k = self._plan(rows.shape[1])
         matrix = dct_matrix(side, rows.device)
-        coefficients = matrix @ rows.reshape(-1, side, side) @ matrix.T
+        squares = cut(rows, side**2).reshape(-1, side, side)
+        coefficients = matrix @ squares @ matrix.T
         return top_k.encode(coefficients.view(-1, padded), draw)
 
     def decode(

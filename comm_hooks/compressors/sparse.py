@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.compressors.base import Compressor, write
-from comm_hooks.kernels.pieces import Blocks
+from comm_hooks.kernels.pieces import Blocks, cut
 from comm_hooks.kernels.residual import Residual
 from comm_hooks.kernels.scatter import scatter_sum
 from comm_hooks.kernels.top_k import block_top_k
@@ -135,9 +135,8 @@ class TopK(Compressor):
         at_once = max(_RANKS_AT_ONCE, _ENTRIES_AT_ONCE // entries)
         if self.overlap:  # the number of senders of an element is known when all are decoded
             at_once = len(payloads)
-        for first in range(0, len(payloads), at_once):
-            group = payloads[first : first + at_once]
-            self._decode_ranks(out, group, draw.keys, alpha, add=first > 0)
+        for number, group in enumerate(payloads.split(at_once)):
+            self._decode_ranks(out, group, draw.keys, alpha, add=number > 0)
 
     def _decode_ranks(
         self, out: Tensor, payloads: Tensor, keys: Keys, alpha: float, add: bool
@@ -223,17 +222,18 @@ class RandomK(Compressor):
     def contractive(self) -> bool:
         return not self.unbiased
 
-    def _kept(self, numel: int) -> int:
+    def kept(self, numel: int) -> int:
+        """Return k, the number of elements that are sent of ``numel``."""
         return max(1, round(self.density * numel))
 
     def payload_nbytes(self, numel: int, *, world_size: int = 1) -> int:
-        return 4 * self._kept(numel)
+        return 4 * self.kept(numel)
 
     def norm_bound(self, numel: int, *, world_size: int = 1) -> float:
-        return float(-(-numel // self._kept(numel))) if self.unbiased else 1.0
+        return float(-(-numel // self.kept(numel))) if self.unbiased else 1.0
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        indices, sizes = stratified_indices(draw.keys, rows.shape[1], self._kept(rows.shape[1]))
+        indices, sizes = stratified_indices(draw.keys, rows.shape[1], self.kept(rows.shape[1]))
         values = rows.gather(1, to_device(torch.from_numpy(indices), rows.device))
         if self.unbiased:
             values *= to_device(torch.from_numpy(sizes), rows.device)
@@ -285,8 +285,7 @@ class PermK(Compressor):
         return to_device(torch.from_numpy(own), device)[..., None]
 
     def encode(self, rows: Tensor, draw: Draw) -> Tensor:
-        hands = torch.nn.functional.pad(rows, (0, -rows.shape[1] % draw.world_size))
-        hands = hands.unflatten(1, (-1, draw.world_size))
+        hands = cut(rows, draw.world_size)
         own = self._own(hands.shape[1], draw, rows.device)
         return hands.gather(2, own).squeeze(2).mul_(draw.world_size)
 

@@ -23,6 +23,7 @@ _NARROW = 512
 _BATCH = 1 << 16
 
 Draws = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
 
 def draw(keys: Keys, numel: int, width: int) -> tuple[Draws, Draws]:
@@ -88,26 +89,31 @@ def _unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: b
 
 
 def _pieces(
-    numel: int, width: int, rotations: Draws, offsets: Draws
-) -> Iterator[Iterator[tuple[int, int, int, int]]]:
-    """Yield, per row, (start, stop, first index in the sketch, sign offset) of its pieces.
+    vectors: Floats, sketches: Floats, rotations: Draws, offsets: Draws
+) -> Iterator[tuple[bool, Floats, Floats, Floats]]:
+    """Yield (is in the first line, elements, their sums, their signs) for each piece of the rows.
 
     A piece is contiguous in the row, the sketch and the table of signs: it ends with a window of
     signs, and where the rotation wraps around to the first sum.
     """
+    numel, width = vectors.shape[1], sketches.shape[1]
     windows = -(-width // SIGN_WINDOW)
-    for row_rotations, row_offsets in zip(rotations.tolist(), offsets.tolist(), strict=True):
-        yield (
-            (line + first, line + last, (first + rotation) % width, offset + first % SIGN_WINDOW)
-            for index, rotation in enumerate(row_rotations)
-            for line in (index * width,)
-            for window, offset in enumerate(row_offsets[index * windows : (index + 1) * windows])
-            for first, last in _halves(
-                window * SIGN_WINDOW,
-                min((window + 1) * SIGN_WINDOW, width, numel - line),
-                width - rotation,
-            )
-        )
+    table = sign_table(torch.device("cpu")).numpy()
+    drawn = zip(rotations.tolist(), offsets.tolist(), strict=True)
+    for vector, sums, (row_rotations, row_offsets) in zip(vectors, sketches, drawn, strict=True):
+        for number, offset in enumerate(row_offsets):
+            index, window = divmod(number, windows)
+            line, begin, rotation = index * width, window * SIGN_WINDOW, row_rotations[index]
+            end = min(begin + SIGN_WINDOW, width, numel - line)
+            for first, last in _halves(begin, end, width - rotation):
+                length = last - first
+                place, sign = (first + rotation) % width, offset + first - begin
+                yield (
+                    index == 0,
+                    vector[line + first : line + last],
+                    sums[place : place + length],
+                    table[sign : sign + length],
+                )
 
 
 def _halves(first: int, last: int, middle: int) -> list[tuple[int, int]]:
@@ -120,39 +126,27 @@ def _halves(first: int, last: int, middle: int) -> list[tuple[int, int]]:
 def _sketch_line_by_line(rows: Tensor, width: int, rotations: Draws, offsets: Draws) -> Tensor:
     # numpy, because asking torch for a piece takes as long as computing it.
     vectors = rows.detach().numpy()
-    table = sign_table(rows.device).numpy()
-    sums = np.empty((len(vectors), width), np.float32)
+    sketches = np.empty((len(vectors), width), np.float32)
     product = np.empty(min(SIGN_WINDOW, width), np.float32)
-    row_pieces = _pieces(vectors.shape[1], width, rotations, offsets)
-    for vector, totals, pieces in zip(vectors, sums, row_pieces, strict=True):
-        for start, stop, place, offset in pieces:
-            length = stop - start
-            total = totals[place : place + length]
-            # The first line reaches every sum once.
-            values = total if start < width else product[:length]
-            np.multiply(vector[start:stop], table[offset : offset + length], out=values)
-            if start >= width:
-                np.add(total, values, out=total)
-    return torch.from_numpy(sums)
+    for is_first, elements, sums, signs in _pieces(vectors, sketches, rotations, offsets):
+        # The first line reaches every sum once.
+        values = sums if is_first else product[: len(signs)]
+        np.multiply(elements, signs, out=values)
+        if not is_first:
+            np.add(sums, values, out=sums)
+    return torch.from_numpy(sketches)
 
 
 def _unsketch_line_by_line(
     out: Tensor, sketches: Tensor, rotations: Draws, offsets: Draws, alpha: float, add: bool
 ) -> None:
-    vectors = out.detach().numpy()
-    width = sketches.shape[1]
-    table = sign_table(out.device).numpy()
-    scaled = (sketches * alpha).numpy()
-    product = np.empty(min(SIGN_WINDOW, width), np.float32)
-    row_pieces = _pieces(vectors.shape[1], width, rotations, offsets)
-    for vector, sums, pieces in zip(vectors, scaled, row_pieces, strict=True):
-        for start, stop, place, offset in pieces:
-            length = stop - start
-            target = vector[start:stop]
-            values = product[:length] if add else target
-            np.multiply(sums[place : place + length], table[offset : offset + length], out=values)
-            if add:
-                np.add(target, values, out=target)
+    product = np.empty(min(SIGN_WINDOW, sketches.shape[1]), np.float32)
+    pieces = _pieces(out.detach().numpy(), (sketches * alpha).numpy(), rotations, offsets)
+    for _, elements, sums, signs in pieces:
+        values = product[: len(signs)] if add else elements
+        np.multiply(sums, signs, out=values)
+        if add:
+            np.add(elements, values, out=elements)
 
 
 def _batches(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from comm_hooks.kernels.bits import pack_codes, packed_nbytes, unpack_codes
+from comm_hooks.kernels.pieces import cut
 
 VALUE_BITS = (1, 2, 3, 4, 16, 32)
 
@@ -133,14 +134,11 @@ def _shared_levels(magnitudes: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the bytes that describe ``count`` levels, and the index of each magnitude's level."""
     _, sets, values = magnitudes.shape
     shared = _sets_per_scale(values)
-    padding = -sets % shared
-    sums = (
-        torch.nn.functional.pad(magnitudes.sum(2), (0, padding)).unflatten(1, (-1, shared)).sum(2)
-    )
+    sums = cut(magnitudes.sum(2), shared).sum(2)
     sizes = torch.full(
         sums.shape[1:], float(shared * values), device=sums.device, dtype=torch.float32
     )
-    sizes[-1] -= padding * values
+    sizes[-1] -= -sets % shared * values
     means = sums / sizes
     largest = means.amax(1, keepdim=True).bfloat16()
     steps = (torch.log2(largest.float() / means) * _SCALE_STEPS).round_()

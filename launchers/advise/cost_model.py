@@ -11,13 +11,10 @@ single transfer, headers and interrupts included.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
-from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
-
-Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll, Request
 
 TCP_SHARE = 1448 / 1514
 """The share of the bytes on an Ethernet link that is payload, not headers."""
@@ -27,13 +24,13 @@ BACKWARD_SHARE = 2 / 3
 
 _LEAST_SIDE, _LEAST_MATRICES = 32, 64
 
-_GLOO_EFFICIENCY: dict[Kind, tuple[float, float]] = {
+_GLOO_EFFICIENCY: dict[type[Request], tuple[float, float]] = {
     # The bandwidth of a collective over that of one transfer: with two ranks, with more.  Measured
     # between network namespaces at 100 Mbit/s with 1 to 8 MiB.  Two ranks send acknowledgements
     # against each other's data; in a larger all-to-all several senders share one receiver.
-    "all_reduce": (0.93, 0.93),
-    "all_gather": (0.91, 0.93),
-    "all_to_all": (0.95, 0.82),
+    AllReduce: (0.93, 0.93),
+    AllGather: (0.91, 0.93),
+    AllToAll: (0.95, 0.82),
 }
 
 
@@ -67,18 +64,13 @@ class Network:
 class Collective:
     """One collective: its kind, and ``traffic``, the bytes that each rank sends."""
 
-    kind: Kind
+    kind: type[Request]
     traffic: int
 
     @classmethod
     def of(cls, request: AllReduce | AllGather | AllToAll, ranks: int) -> "Collective":
         """Return the collective of a request between ``ranks`` ranks."""
-        kinds: dict[type, Kind] = {
-            AllReduce: "all_reduce",
-            AllGather: "all_gather",
-            AllToAll: "all_to_all",
-        }
-        return cls(kinds[type(request)], request.traffic(ranks))
+        return cls(type(request), request.traffic(ranks))
 
     def seconds(self, network: Network) -> float:
         """Return the predicted duration on an otherwise idle network."""
@@ -87,14 +79,14 @@ class Collective:
             return 0.0
         load = 1.0
         outside = ranks - network.ranks_per_node
-        if self.kind == "all_to_all":
+        if self.kind is AllToAll:
             rounds = 1  # all transfers start at once
             if outside > 0:
                 # Each rank of a node sends to each rank outside, over the one link of the node.
                 load = network.ranks_per_node * outside / (ranks - 1)
         else:
             hops = ranks - 1 if gloo else math.ceil(math.log2(ranks))
-            rounds = 2 * hops if self.kind == "all_reduce" else hops
+            rounds = 2 * hops if self.kind is AllReduce else hops
         efficiency = _GLOO_EFFICIENCY[self.kind][ranks > 2] if gloo else 1.0
         transfer = load * self.traffic / (efficiency * network.link.bandwidth)
         return rounds * network.link.latency + transfer

@@ -97,8 +97,7 @@ def _run(plan: Plan, wait: float) -> None:
     if not plan.quiet:
         typer.echo(last, err=True)
     if plan.head and plan.route:
-        reason = wait_for_port(plan.head, wait)
-        if reason:
+        if reason := wait_for_port(plan.head, wait):
             raise ValueError(
                 f"cannot reach the head at {plan.head} from {plan.route.address} "
                 f"({plan.route.interface}): {reason}, for {wait:g} s; is it started there, and is "

@@ -43,8 +43,7 @@ class Command:
 
     def become(self) -> None:
         """Replace this process by the program, which then gets signals and sets the exit code."""
-        environment = {**os.environ, **self.variables}
-        os.execvpe(self.arguments[0], self.arguments, environment)
+        os.execvpe(self.arguments[0], self.arguments, {**os.environ, **self.variables})
 
 
 def options(values: Mapping[str, object]) -> list[str]:

@@ -170,8 +170,7 @@ def meet(party: Party, seconds: float, origin: str) -> Meeting:
     if not party.hosts:
         if wait_for_port(head, 0):
             complain("comm-hooks preflight", f"waiting for {head} ...")
-        reason = wait_for_port(head, seconds)
-        if reason:
+        if reason := wait_for_port(head, seconds):
             raise MeetingError(
                 f"cannot reach the head at {head} from {origin}: {reason}, for {seconds:g} s"
             )

@@ -147,7 +147,8 @@ class OneBitLamb(FreezingOptimizer):
             parameters, members = held(group), states[own]
             m, v = averages_(members, gradients[own], group["betas"])
             updates = directions(m, v, denominators(v, group))
-            _add_decay_(updates, parameters, group)
+            if group["weight_decay"]:
+                torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
             sizes, lengths = norms(parameters), norms(updates)
             ratios = (sizes / lengths).clamp_(*self.coeff_bounds)
             ratios = torch.where((sizes == 0) | (lengths == 0), 1.0, ratios)
@@ -181,10 +182,12 @@ class OneBitLamb(FreezingOptimizer):
             factors = torch.stack(torch._foreach_max(frozen))
             if group["weight_decay"]:
                 lengths = norms(updates)
-                _add_decay_(updates, parameters, group)
+                torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
                 shares = (lengths / norms(updates)).nan_to_num_(1.0).clamp_(max=1.0)
                 factors = factors * shares + (1 - shares)
-            factors = self._bounded(factors, torch.stack(values(members, "last_factor")))
+            last, change = torch.stack(values(members, "last_factor")), self.factor_threshold
+            factors = factors.clamp(*self.factor_bounds)
+            factors = factors.clamp(last * (1 - change), last * (1 + change))
             _keep(members, "last_factor", factors)
             coefficients = torch.stack(values(members, "lamb_coeff")) * factors
             _move_(parameters, updates, coefficients, group)
@@ -202,11 +205,6 @@ class OneBitLamb(FreezingOptimizer):
         torch._foreach_copy_(m, mean)
         return fresh
 
-    def _bounded(self, factors: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        factors = factors.clamp(*self.factor_bounds)
-        lowest, highest = last * (1 - self.factor_threshold), last * (1 + self.factor_threshold)
-        return torch.minimum(torch.maximum(factors, lowest), highest)
-
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of each of the n tensors, (n,) float32."""
@@ -219,11 +217,6 @@ def _scales(states: States) -> torch.Tensor:
     sizes = torch.tensor([t.numel() for t in m], device=m[0].device, dtype=torch.float32)
     magnitudes = norms(m) / sizes.sqrt()
     return torch.where(magnitudes == 0, 1.0, magnitudes.mean() / magnitudes)
-
-
-def _add_decay_(updates: Tensors, parameters: Tensors, group: Group) -> None:
-    if group["weight_decay"]:
-        torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
 
 
 def _move_(parameters: Tensors, updates: Tensors, rates: torch.Tensor, group: Group) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from comm_hooks.exchange import Exchange
@@ -71,13 +71,10 @@ class FedAvg(LocalRounds):
     ) -> None:
         clients: Any = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         check_hyperparameters(self, **clients, server_lr=server_lr, server_momentum=server_momentum)
-        own, plain = _groups(params)
+        inner = SGD(params, **clients)
+        server = SGD(_groups_of(inner), lr=server_lr, momentum=server_momentum)
         super().__init__(
-            SGD(own, **clients),
-            exchange,
-            SGD(plain, lr=server_lr, momentum=server_momentum),
-            local_steps=local_steps,
-            participation=participation,
+            inner, exchange, server, local_steps=local_steps, participation=participation
         )
 
 
@@ -119,14 +116,9 @@ class DiLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        own, plain = _groups(params)
-        super().__init__(
-            AdamW(own, **settings),
-            exchange,
-            _nesterov(plain, outer_lr, outer_momentum),
-            local_steps=local_steps,
-            fragments=fragments,
-        )
+        inner = AdamW(params, **settings)
+        server = _nesterov(_groups_of(inner), outer_lr, outer_momentum)
+        super().__init__(inner, exchange, server, local_steps=local_steps, fragments=fragments)
 
 
 class LocalAdamW(LocalRounds):
@@ -167,30 +159,18 @@ class LocalAdamW(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        own, plain = _groups(params)
-        super().__init__(
-            AdamW(own, **settings, fused=True),
-            exchange,
-            SGD(plain, lr=outer_lr, momentum=outer_momentum),
-            local_steps=local_steps,
-            fragments=fragments,
-        )
+        inner = AdamW(params, **settings, fused=True)
+        server = SGD(_groups_of(inner), lr=outer_lr, momentum=outer_momentum)
+        super().__init__(inner, exchange, server, local_steps=local_steps, fragments=fragments)
 
 
-def _groups(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return parameters or groups twice: as given, and without the settings of groups.
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups without their settings, for the other of the two optimizers.
 
-    Each setting of a group is an argument of one of the two optimizers, not of both.
+    Each setting of a group is an argument of one of them, not of both.
     """
-    given = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in params]
     kept = ("params", "param_names")
-    return given, [
-        {key: g[key] for key in kept if key in g} if isinstance(g, dict) else g for g in given
-    ]
-
-
-def _listed(members: Any) -> Any:
-    return members if isinstance(members, torch.Tensor) else list(members)  # iterated over twice
+    return [{key: g[key] for key in kept if key in g} for g in optimizer.param_groups]
 
 
 def _nesterov(members: Any, lr: float, momentum: float) -> SGD:
@@ -320,9 +300,9 @@ class SparseLoCo(LocalRounds):
     ) -> None:
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, outer_lr=outer_lr)
-        own, plain = _groups(params)
-        server = SGD(plain, lr=outer_lr)
-        super().__init__(AdamW(own, **settings), exchange, server, local_steps=local_steps)
+        inner = AdamW(params, **settings)
+        server = SGD(_groups_of(inner), lr=outer_lr)
+        super().__init__(inner, exchange, server, local_steps=local_steps)
         memory = exchange.memory
         if not isinstance(memory, ErrorFeedback) or memory.decay == 1:
             raise ValueError(
@@ -495,9 +475,8 @@ class SAFL(LocalRounds):
         require_flag(self, "amsgrad", amsgrad)
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_hyperparameters(self, **settings, local_lr=local_lr)
-        own, plain = _groups(params)
-        inner = SGD(plain, lr=local_lr)
-        server = (AMSGrad if amsgrad else Adam)(own, **settings)
+        server = (AMSGrad if amsgrad else Adam)(params, **settings)
+        inner = SGD(_groups_of(server), lr=local_lr)
         super().__init__(
             inner, exchange, server, local_steps=local_steps, participation=participation
         )

@@ -185,9 +185,6 @@ class SharedModel:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Give the parameters the shared model's values within the context."""
-        if self._hidden is not None:
-            yield
-            return
         was_written_to = self.is_written_to
         self._show()
         self.note()

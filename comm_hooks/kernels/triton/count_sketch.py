@@ -25,7 +25,6 @@ from comm_hooks.randomness import Keys
 _TILE = 1024
 _SUMS = 256
 _COLUMNS = 1024
-_WARPS = 4
 
 
 @triton.jit
@@ -133,7 +132,6 @@ def sketch(rows: Tensor, width: int, keys: Keys) -> Tensor:
         ONE_WINDOW=windows == 1,
         ROWS=min(_TILE // columns, triton.next_power_of_2(count)),
         SUMS=columns,
-        warps=_WARPS,
     )
     return sums
 
@@ -162,5 +160,4 @@ def unsketch(out: Tensor, sketches: Tensor, keys: Keys, *, alpha: float, add: bo
         WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
         COLUMNS=columns,
         ADD=add,
-        warps=_WARPS,
     )

@@ -76,5 +76,4 @@ def add_gaussian_(values: Tensor, std: float, key: int, counter: int) -> None:
         to_device(seeds, values.device),
         values.numel(),
         TILE=PAIRS,
-        warps=4,
     )

@@ -28,7 +28,6 @@ from comm_hooks.kernels.triton.launching import launch
 _BITS = 6  # of the lines of a program, and of the elements of a line
 _FAR_BITS = 7  # at most, and at least 4: products need 16 lines
 _COLUMNS = 32
-_WARPS = 4
 # The interpreter would multiply the integers that it keeps bfloat16 in.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 _FACTOR = tl.float32 if _IS_INTERPRETED else tl.bfloat16
@@ -122,7 +121,6 @@ def hadamard(rows: Tensor) -> Tensor:
         LINE_BITS=max(0, near - _BITS),
         COLUMN_BITS=min(near, _BITS),
         FACTOR=_FACTOR,
-        warps=_WARPS,
     )
     passes = triton.cdiv(far, _FAR_BITS)
     for done in range(passes):
@@ -143,7 +141,6 @@ def hadamard(rows: Tensor) -> Tensor:
             LINE_BITS=step,
             COLUMN_BITS=0,
             FACTOR=_FACTOR,
-            warps=_WARPS,
         )
         near += step
     return target

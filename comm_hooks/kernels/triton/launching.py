@@ -13,7 +13,7 @@ def launch(
     kernel: Any,
     programs: int,
     *args: Any,
-    warps: int,
+    warps: int = 4,
     registers: int | None = None,
     **constants: Any,
 ) -> None:

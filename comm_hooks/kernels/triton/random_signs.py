@@ -73,6 +73,5 @@ def multiply_signs_(rows: Tensor, keys: Keys) -> Tensor:
         tiles,
         WINDOW_BITS=SIGN_WINDOW.bit_length() - 1,
         TILE=_TILE,
-        warps=4,
     )
     return rows

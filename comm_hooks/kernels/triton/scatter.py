@@ -73,5 +73,4 @@ def scatter_sum(
         TILE=min(4096, triton.next_power_of_2(size)),
         ENTRIES=triton.next_power_of_2(count),
         ADD=add,
-        warps=4,
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comm_hooks.collectives.requests import AllGather, AllReduce, AllToAll
 from comm_hooks.launchers.advise.cost_model import (
     Collective,
     Link,
@@ -29,7 +30,7 @@ NETWORK = Network(2, LINK)
 seconds = st.floats(0, 10)
 collectives = st.builds(
     Collective,
-    st.sampled_from(["all_reduce", "all_gather", "all_to_all"]),
+    st.sampled_from([AllReduce, AllGather, AllToAll]),
     st.integers(0, 10**9),
 )
 rounds = st.builds(
@@ -92,24 +93,24 @@ def test_an_all_reduce_sends_its_payload_twice_but_for_a_share(ranks: int) -> No
 
 def test_a_transfer_takes_its_bytes_and_its_rounds() -> None:
     # 0.93 of 12.5 MB/s is 11.625 MB/s; a ring of 2 has 2 rounds, one of 4 has 6.
-    assert Collective("all_reduce", 11_625_000).seconds(NETWORK) == pytest.approx(1.002)
-    assert Collective("all_reduce", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.006)
-    assert Collective("all_gather", 11_375_000).seconds(NETWORK) == pytest.approx(1.001)
-    assert Collective("all_gather", 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.003)
-    assert Collective("all_to_all", 10_250_000).seconds(Network(4, LINK)) == pytest.approx(1.001)
+    assert Collective(AllReduce, 11_625_000).seconds(NETWORK) == pytest.approx(1.002)
+    assert Collective(AllReduce, 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.006)
+    assert Collective(AllGather, 11_375_000).seconds(NETWORK) == pytest.approx(1.001)
+    assert Collective(AllGather, 11_625_000).seconds(Network(4, LINK)) == pytest.approx(1.003)
+    assert Collective(AllToAll, 10_250_000).seconds(Network(4, LINK)) == pytest.approx(1.001)
     # NCCL: the whole link, and a tree: twice 3 rounds for 8 ranks.
     nccl = Network(8, LINK, backend="nccl")
-    assert Collective("all_reduce", 12_500_000).seconds(nccl) == pytest.approx(1.006)
-    assert Collective("all_reduce", 10**9).seconds(Network(1, LINK)) == 0
+    assert Collective(AllReduce, 12_500_000).seconds(nccl) == pytest.approx(1.006)
+    assert Collective(AllReduce, 10**9).seconds(Network(1, LINK)) == 0
 
 
 def test_nodes_share_their_links() -> None:
     network = Network(8, LINK, ranks_per_node=4)
     alone = Network(8, LINK)
     # A ring enters and leaves each node once; in an all-to-all 4 ranks each send to 4 outside.
-    for same in (Collective("all_reduce", 10**7), Collective("all_gather", 10**7)):
+    for same in (Collective(AllReduce, 10**7), Collective(AllGather, 10**7)):
         assert same.seconds(network) == same.seconds(alone)
-    scattered = Collective("all_to_all", 7 * 10**6)
+    scattered = Collective(AllToAll, 7 * 10**6)
     assert scattered.seconds(network) - LINK.latency == pytest.approx(
         16 / 7 * (scattered.seconds(alone) - LINK.latency)
     )
@@ -123,7 +124,7 @@ def test_early_buckets_travel_during_the_backward_pass() -> None:
         buckets = zip(sizes, (0.5, 1.0), strict=True)
         network = Network(2, Link(12.5e6, 0.0))
         hook_rounds = tuple(
-            Round((Collective("all_reduce", size),), ready=ready, **more) for size, ready in buckets
+            Round((Collective(AllReduce, size),), ready=ready, **more) for size, ready in buckets
         )
         return predict(Plan(hook_rounds), network, forward_backward=3.0)
 
@@ -136,7 +137,7 @@ def test_early_buckets_travel_during_the_backward_pass() -> None:
 
 
 def test_rounds_of_the_optimizer_are_spread_over_its_steps() -> None:
-    wire = Collective("all_reduce", 11_625_000)
+    wire = Collective(AllReduce, 11_625_000)
     plan = Plan(optimizer_rounds=(Round((wire,)),), steps=8, optimizer=0.1)
     assert predict(plan, NETWORK, forward_backward=1.0, optimizer=0.05) == pytest.approx(
         1.1 + 1.002 / 8
