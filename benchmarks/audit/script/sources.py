@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.audit.script.watched import digest
 
 _LOADING = {"load", "loadtxt", "genfromtxt", "from_numpy", "as_tensor", "tensor"}
-_MAKING = {"rand", "randn", "randint", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
+_MAKING = {"rand", "randn", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
 _PATCHED = ((torch, "load from_numpy"), (np, "load loadtxt genfromtxt"))
 _MOST_ROWS = 20_000
 
