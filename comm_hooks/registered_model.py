@@ -37,11 +37,6 @@ class RegisteredModel:
         held = [d for part in module.modules() for d in (part._parameters, part._modules)]
         self._held: list[tuple[dict[str, Any], list[Any]]] = [(d, [*d.values()]) for d in held]
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None if it is no more."""
-        return self._module()
-
     def require_unchanged(self) -> None:
         """Raise ``ValueError``, naming a parameter, if the module has others than it had."""
         same = all(

@@ -48,14 +48,14 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     Elements count in the order of their indices, in any memory layout.
 
     Args:
-        tensors: the tensors, of any dtypes and layouts, on one device.
+        tensors: the tensors, of any dtypes and layouts, sparse ones as well, on one device.
 
     Returns:
         An int32 scalar on that device, without waiting for an accelerator.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.int32)
-    sums = torch.cat([checksums(_words(tensor)[None]) for tensor in tensors])
+    sums = torch.cat([checksums(_words(part)[None]) for each in tensors for part in _parts(each)])
     return upper_half(checksums(sums[None])[0])
 
 
@@ -67,6 +67,13 @@ def upper_half(checksum: Tensor) -> Tensor:
 def signed(word: int) -> int:
     """Return the number in [-2^31, 2^31) with the same 32 bits as a number in [0, 2^32)."""
     return word - (1 << 32) if word >> 31 else word
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.strided:
+        return [tensor]
+    sparse = tensor.detach().to_sparse()
+    return [sparse._indices(), sparse._values()]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from comm_hooks.optim.private.noise.gate import Gate
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Scheme, judge
 from comm_hooks.optim.private.noise.secret import Secret, Stream, Unrepeatable
-from comm_hooks.optim.private.witness import Witness
+from comm_hooks.optim.private.witness import WRITTEN
 from comm_hooks.optim.rounds.participation import (
     Aggregate,
     ClientSampling,
@@ -32,14 +32,16 @@ from comm_hooks.optim.rounds.participation import (
     Turn,
     deal,
 )
+from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.requirements import require_positive, require_within
+from comm_hooks.warnings import warn_program
 
 _PLACE = "clients"
 """The name of this placement of the noise in the ledger."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     r"""Secret sampling of the clients of a round of local steps, with noise on their messages' sum.
 
@@ -76,7 +78,6 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     Attributes:
         releases: the counts of releases on which the saved state depends.
         of_model: the counts of releases that made the model.
-        witness: warns of writes to the model between rounds.
 
     Raises:
         ValueError: for settings out of range.
@@ -126,7 +127,8 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
     _rounds: int = field(default=0, init=False, repr=False)
     releases: Releases = field(default_factory=lambda: Releases(_PLACE), init=False, repr=False)
     of_model: list[Releases] = field(default_factory=list, init=False, repr=False)
-    witness: Witness = field(default_factory=Witness, init=False, repr=False)
+    _model: SharedModel | None = field(default=None, init=False, repr=False)
+    _has_warned: bool = field(default=False, init=False, repr=False)
     gate: Gate = field(default_factory=Gate, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,9 +137,9 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         require_within(self, "max_norm", self.max_norm, "(0, inf)")
         require_within(self, "sample_rate", self.sample_rate, "(0, 1]")
 
-    def prepare(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
-        self.of_model += releases_of(parameters)
-        self.witness.watch(parameters)
+    def prepare(self, exchange: Exchange, model: SharedModel) -> None:
+        self._model = model
+        self.of_model += releases_of(model.parameters)
         exchange.state.provenance = self.releases
         exchange.gate = self.gate
 
@@ -147,7 +149,7 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
             self.join(transport)
             parts = transport.perform(AllGatherObject(os.urandom(32).hex()))
             self._secret = Secret(bytes.fromhex("".join(parts)))
-        self.witness.look()
+        self.look()
         self.enter()
         self.releases.add(_PLACE, self.noise_multiplier)
         # Rounds of this process, not of the run: a repeated round draws other clients.
@@ -176,8 +178,11 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
                         "clients' steps. Step learning rate schedulers between rounds"
                     )
 
-    def end_round(self) -> None:
-        self.witness.note()
+    def look(self) -> None:
+        """Warn, once, if something else has written to the model since the last round."""
+        if self._model and self._rounds and self._model.is_written_to and not self._has_warned:
+            self._has_warned = True
+            warn_program(WRITTEN)
 
     def check_step(self, *, is_scaled: bool) -> None:
         if is_scaled:

@@ -90,15 +90,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
             require_kind(self, "tickets", tickets, Tickets)
         self._tickets = Tickets(are_checked=False) if tickets is None else tickets
         self._tickets.has_steps = True
-        if model is not None:
-            require_kind(self, "model", model, RegisteredModel)
         self._model = model
         self._padding = padding
         self._raw = _RawGradients(gradients.parameters)
         self._transform_is_due = True
         self.not_finite = 0
         self.witness = Witness()
-        self.witness.watch(gradients.parameters, model.module if model else None)
         watch(gradients.parameters, self)
         order = parameters_of(inner.param_groups)
         trained, held = set(gradients.parameters), set(order)
@@ -145,7 +142,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """
         self._raw.refuse()
         self._require_same_trained()
-        self.witness.look()
+        self.witness.look(at_all=False)
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
@@ -220,7 +217,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
                 "mechanism with the same max_grad_norm"
             )
-        self.witness.look()
+        self.witness.look(at_all=False)
         clipped = self.gradients.take()
         clipped.require_bounded(self.mechanism.max_grad_norm)
         self._tickets.finish(clipped.samples + clipped.not_finite)
@@ -235,13 +232,12 @@ class DPOptimizer(Settled, WrappingOptimizer):
             cast(torch.Tensor, weight.grad)[row] = 0
         if isinstance(self.inner, NoisedOptimizer):
             self.inner.noise_variance = released.noise_variance
-        self.witness.note_gradients()
         token = _stepping.set(self.inner)
         try:
-            self.inner.step()
+            with self.witness.stepping():
+                self.inner.step()
         finally:
             _stepping.reset(token)
-        self.witness.look_at_gradients()
         self.witness.note()
 
     def change(self, **settings: float) -> None:

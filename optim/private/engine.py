@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class PrivacyEngine:
         # Of the last kind of step; computed anew for another kind.
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
-        self._witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
+        self._witnesses: weakref.WeakSet[Witness | PrivateParticipation] = weakref.WeakSet()
 
     def make_private(
         self,
@@ -216,6 +217,7 @@ class PrivacyEngine:
             padding=padding_rows(module),
         )
         exchange.owner = private
+        private.witness.watch(gradients.parameters, module)
         self._witnesses.add(private.witness)
         return module, private, loader
 
@@ -327,7 +329,7 @@ class PrivacyEngine:
         )
         enter = self._entry(lambda: event, [participation.releases], participation.of_model)
         resettle(participation, "enter", enter)
-        self._witnesses.add(participation.witness)
+        self._witnesses.add(participation)
         return participation
 
     def account(
@@ -384,7 +386,7 @@ class PrivacyEngine:
         require_delta(delta)
         self._require_small(delta)
         for witness in self._witnesses:
-            witness.look(at_all=True)
+            witness.look()
         return self.accountant.epsilon(seen_by(observer, self._history()), delta)
 
     def max_steps(
@@ -513,7 +515,7 @@ class PrivacyEngine:
             for releases in continued:
                 releases.enter(event, ledger.run)
             for releases in of_model:
-                releases.count(event, ledger.run)
+                releases.steps[replace(event, run=ledger.run)] += 1
 
         return enter
 

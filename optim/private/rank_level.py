@@ -166,7 +166,7 @@ class RankLevel(Settled, Unrepeatable):
         exchange.state.is_of_sums = False
         self._elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self._padding = padding_rows(module)
-        self._module = module
+        self._module, self._own = module, set(module.parameters())
         self._buffers = {n: int(fingerprint([b])) for n, b in module.named_buffers()}
         self._all_buffers = int(fingerprint([*module.buffers()]))
         one = GaussianEvent(self.noise_multiplier / 2, 1.0)
@@ -224,9 +224,8 @@ class RankLevel(Settled, Unrepeatable):
             PrivacyError: if it needs the variance, and compression makes it unknown; and if it
                 has gradients of other parameters.
         """
-        own = set(self._module.parameters())
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if others := [p for p in held if p.grad is not None and p not in own]:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if others := [p for p in held if p.grad is not None and p not in self._own]:
             raise PrivacyError(
                 f"RankLevel: this {type(optimizer).__name__} has gradients of {len(others)} "
                 "parameters outside of the model that was registered: nothing clips or noises "

@@ -2,7 +2,8 @@
 
 import random
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,14 @@ from comm_hooks.optim.private.gradients.alone import RATE
 from comm_hooks.warnings import warn_program
 from comm_hooks.wire.checksum import fingerprint
 
-_ALWAYS = 2
+WRITTEN = (
+    "private training: parameters or buffers have changed since the last private step, by "
+    "something else: epsilon covers that only if it used no private data, as loading a checkpoint "
+    "or an average of earlier weights does"
+)
 _random = random.SystemRandom()
 _witnesses: Any = WeakIdKeyDictionary()
-"""The witness of each model's first parameter: it lives as long as the model."""
+"""The witness of each parameter, which lives as long as one of its parameters."""
 
 
 class Witness:
@@ -27,7 +32,7 @@ class Witness:
        may have been written to in ways that count; and the values, after the first two steps and
        one of 64 others.
 
-    It lives as long as the model does.
+    It lives as long as the model does, or until another training of it begins.
     """
 
     def __init__(self) -> None:
@@ -36,12 +41,11 @@ class Witness:
         self._versions: list[int] | None = None
         self._fixed: list[int] = []
         self._values: list[int] = []
-        self._released: list[tuple[int, int]] = []
         self._steps = 0
-        self._has_warned = False
+        self._is_over = False
 
     def watch(self, parameters: Sequence[torch.Tensor], module: nn.Module | None = None) -> None:
-        """Begin to watch.
+        """Begin to watch, in place of witnesses of earlier trainings.
 
         Args:
             parameters: the trained parameters.
@@ -50,7 +54,10 @@ class Witness:
         # Weakly: a strong reference would keep them, and so this object, for ever.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._module = None if module is None else weakref.ref(module)
-        _witnesses[parameters[0]] = self
+        every = {*parameters, *(() if module is None else module.parameters())}
+        for earlier in filter(None, map(_witnesses.get, every)):
+            earlier._is_over = True
+        _witnesses.update(dict.fromkeys(every, self))
 
     def note(self) -> None:
         """Note the state of the model after a private step."""
@@ -58,47 +65,43 @@ class Witness:
         if self._versions is None:
             self._fixed = self._fingerprints_of_fixed()
         self._versions = [parameter._version for parameter in trained]
-        is_due = self._steps < _ALWAYS or not _random.randrange(RATE)
+        is_due = self._steps < 2 or not _random.randrange(RATE)
         self._values = _fingerprints(trained) if is_due else []
         self._steps += 1
 
-    def look(self, *, at_all: bool = False) -> None:
+    def look(self, *, at_all: bool = True) -> None:
         """Warn if the model has changed since :meth:`note`.
 
         Args:
-            at_all: whether to look at buffers and frozen parameters, also if it is not their turn.
+            at_all: whether to look at buffers and frozen parameters if it is not their turn.
         """
-        if self._versions is None or self._has_warned:
-            return
         trained = self._trained()
+        is_alive = len(trained) == len(self._parameters)
+        if self._versions is None or self._is_over or not is_alive:
+            return
         if (
             [parameter._version for parameter in trained] != self._versions
             or (self._values and _fingerprints(trained) != self._values)
             or ((at_all or self._values) and self._fingerprints_of_fixed() != self._fixed)
         ):
-            self._warn(
-                "parameters or buffers have changed since the last private step, by something "
-                "else: epsilon covers that only if it used no private data, as loading a "
-                "checkpoint or an average of earlier weights does"
-            )
+            self._warn(WRITTEN)
 
-    def note_gradients(self) -> None:
-        """Note the released gradients, before the step of the optimizer that gets them."""
-        self._released = self._gradients()
-
-    def look_at_gradients(self) -> None:
-        """Warn if the gradients have changed since :meth:`note_gradients`."""
-        pairs = zip(self._gradients(), self._released, strict=True)
-        changed = any(now[0] and now != was for now, was in pairs)
-        if changed and not self._has_warned:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Return the context of the step that uses released gradients; warn if these change."""
+        before = self._gradients()
+        yield
+        pairs = zip(self._gradients(), before, strict=True)
+        if not self._is_over and any(now[0] and now != was for now, was in pairs):
             self._warn(
-                "p.grad has changed after its release, by the optimizer inside or its hooks: "
-                "epsilon covers that only if it used no private data, as clipping does"
+                "private training: p.grad has changed after its release, by the optimizer inside "
+                "or its hooks: epsilon covers that only if it used no private data, as clipping "
+                "does"
             )
 
     def _warn(self, problem: str) -> None:
-        self._has_warned = True
-        warn_program(f"private training: {problem}")
+        self._is_over = True
+        warn_program(problem)
 
     def _trained(self) -> list[torch.Tensor]:
         return [parameter for ref in self._parameters if (parameter := ref()) is not None]
@@ -111,7 +114,7 @@ class Witness:
     def _fingerprints_of_fixed(self) -> list[int]:
         module = None if self._module is None else self._module()
         if module is None:
-            return []
+            return self._fixed
         trained = {id(parameter) for parameter in self._trained()}
         every = (*module.parameters(), *module.buffers())
         return _fingerprints(tensor for tensor in every if id(tensor) not in trained)

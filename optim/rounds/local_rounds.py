@@ -194,7 +194,7 @@ class LocalRounds(WrappingOptimizer):
         if local_steps is not None:
             exchange.steps_per_round = local_steps / fragments
         if participation is not None:
-            participation.prepare(exchange, self.parameters)
+            participation.prepare(exchange, self.round_state.model)
 
     @property
     def participation(self) -> ClientSampling | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from comm_hooks.collectives.base import Transport
 from comm_hooks.exchange import Exchange
 from comm_hooks.memory.base import Memory
+from comm_hooks.optim.rounds.shared_model import SharedModel
 from comm_hooks.optim.rounds.turns import own_gradients
 from comm_hooks.randomness import derive_key, random_bits
 from comm_hooks.requirements import require_integer, require_kind, require_positive, require_within
@@ -162,15 +163,12 @@ class ClientSampling(ABC):
     averages_statistics: ClassVar[bool] = True
     """Whether second moments of the inner optimizers are averaged, besides displacements."""
 
-    def prepare(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+    def prepare(self, exchange: Exchange, model: SharedModel) -> None:  # noqa: B027
         """Set up state that depends on the exchange or model; called once, before any round."""
 
     @abstractmethod
     def turns(self, round_index: int, transport: Transport) -> list[list[int | None]]:
         """Return the turns of a round: for each turn one client per rank, or None for no client."""
-
-    def end_round(self) -> None:  # noqa: B027
-        """Note that a round has ended, and the parameters are those of the shared model."""
 
     def turn(
         self, client: int, inner: Optimizer, server: Optimizer

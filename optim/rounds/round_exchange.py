@@ -116,6 +116,7 @@ class RoundExchange:
                 contribution, memory = None, None
                 if client is not None:
                     state.model.restore()
+                    state.model.note()
                     state.clients.enter(client)
                     with participation.turn(client, self.inner, server):
                         yield client
@@ -142,7 +143,6 @@ class RoundExchange:
             state.is_round_open = False
             state.left_out.clear()
             state.model.note()
-            participation.end_round()
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Count a local step and exchange the fragment that is due after it.

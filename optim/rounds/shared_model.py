@@ -22,10 +22,13 @@ class SharedModel:
     Args:
         parameters: the live parameters, on which this rank takes its local steps.
         optimizer: the server optimizer, over the same parameters.
+
+    Attributes:
+        parameters: the live parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._optimizer = optimizer
         self._all = range(len(parameters))
         self._values = [p.detach().clone() for p in parameters]
@@ -41,7 +44,7 @@ class SharedModel:
 
     def value(self, place: int) -> torch.Tensor:
         """Return the shared value of one parameter."""
-        self._values[place] = self._values[place].to(self._parameters[place])
+        self._values[place] = self._values[place].to(self.parameters[place])
         return self._values[place]
 
     @property
@@ -71,7 +74,7 @@ class SharedModel:
         if self._noted == self._versions():
             return False
         # Values that stood there for a while, such as a moving average, may be gone again.
-        if self._hidden is None or not all(map(torch.equal, self._parameters, self.values)):
+        if self._hidden is None or not all(map(torch.equal, self.parameters, self.values)):
             return True
         self.note()
         return False
@@ -81,7 +84,7 @@ class SharedModel:
         """The parameters that other code changed while they had the shared values."""
         if self._hidden is None or not self.is_written_to:
             return []
-        pairs = zip(self._parameters, self.values, strict=True)
+        pairs = zip(self.parameters, self.values, strict=True)
         return [parameter for parameter, value in pairs if not torch.equal(parameter, value)]
 
     def note(self) -> None:
@@ -174,7 +177,7 @@ class SharedModel:
             for parameter in members:
                 parameter.grad = None
             for place, gradient in zip(places, mean, strict=True):
-                self._parameters[place].grad = gradient
+                self.parameters[place].grad = gradient
             self._optimizer.step()
             for parameter, own in zip(members, gradients, strict=True):
                 parameter.grad = own
@@ -220,7 +223,7 @@ class SharedModel:
             torch._foreach_copy_(self.own, own)
 
     def _versions(self) -> list[int]:
-        return [p._version for p in self._parameters]
+        return [p._version for p in self.parameters]
 
     def _begin_at_shared(self, places: Sequence[int]) -> None:
         if self._starts is not None:
@@ -228,7 +231,7 @@ class SharedModel:
             torch._foreach_copy_([starts[i] for i in places], [shared[i] for i in places])
 
     def _moved(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        return [each.to(p) for each, p in zip(tensors, self._parameters, strict=True)]
+        return [each.to(p) for each, p in zip(tensors, self.parameters, strict=True)]
 
     def _live(self, places: Sequence[int]) -> Tensors:
-        return [self._parameters[i].detach() for i in places]
+        return [self.parameters[i].detach() for i in places]

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -49,10 +51,12 @@ def test_frequent_words_are_divided_by_more(words: Words) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdaS", "DP-FedAvg", "DP-FedAdam", "AdaDPS"])
 def test_methods_learn_where_there_is_hardly_any_noise(name: str, words: Words) -> None:
-    plan = Plan(36, 4, 16, 1, constant)
+    plan = Plan(24, 4, 16, 1, constant)
     (method,) = make_methods([name], [words], plan=plan, sample_rate=0.5, sigma=1e-3, norms=[100.0])
     start = {"AdaDPS": 0.1, "AdaS": 0.1}.get(name, 0.25)
-    curve = method.train({"lr": start, **method.variants[-1]}, 0, nothing)
+    # Which clients are drawn is secret, and decides about a few hundredths.
+    with mock.patch.object(os, "urandom", lambda size: b"7" * size):
+        curve = method.train({"lr": start, **method.variants[-1]}, 0, nothing)
     assert curve[-1].error < 0.65, "0.77 is what the largest part alone gives"
 
 

@@ -14,6 +14,7 @@ from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.requirements import in_one_line
 
 _of_parameter: Any = WeakIdKeyDictionary()
+"""The counts of the releases that made each parameter."""
 
 
 class Releases:
@@ -55,10 +56,6 @@ class Releases:
     def enter(self, event: GaussianEvent, run: str) -> None:
         """Note what the ledger of a run has recorded for the next release."""
         self._entered = replace(event, run=run)
-
-    def count(self, event: GaussianEvent, run: str) -> None:
-        """Count a release that the ledger of a run has recorded, at once."""
-        self.steps[replace(event, run=run)] += 1
 
     def add(self, placement: str, noise_multiplier: float) -> None:
         """Count one more release; without an entry in a ledger, as of every sample.

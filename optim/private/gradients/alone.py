@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.clipping import sample_norms
-from comm_hooks.optim.private.gradients.neighbours import neighbours
+from comm_hooks.optim.private.gradients.neighbours import PER_BIT, neighbours
 from comm_hooks.optim.private.random_states import Replay, random_states, random_states_kept
 
 RATE = 64
@@ -72,9 +72,9 @@ class AloneCheck:
        elements that are not zero, as padding is) and two that are equal;
     2. they must give the same gradients as in the batch, where they may be in another row, and the
        first one the same as before;
-    3. of the first batch with two samples up to eight are differentiated together, with the same
-       random numbers, after half of them were replaced by :func:`neighbours` of many kinds: the
-       others must give the same gradients as before.
+    3. of the first of these batches with two samples up to eight are differentiated together, with
+       the same random numbers, after half of them were replaced by :func:`neighbours` of many
+       kinds: the others must give the same gradients as before.
 
     1 and 2 are done with the first batch of every kind (dtypes, and shapes within a factor of two),
     and with one of :data:`RATE` others, drawn at random; with dropout, or if needed all modules, in
@@ -224,9 +224,10 @@ class AloneCheck:
             return
         rows = torch.tensor(sorted(_random.sample(finite, min(len(finite), _MOST_ROWS))))
         few = [leaf[rows.to(leaf.device)] for leaf in leaves]
-        replacements = list(neighbours(few))
+        replacements = neighbours(few)
         if self._has_replaced:
-            replacements = [_random.choice(replacements)]
+            place = _random.randrange(PER_BIT * (len(rows) - 1).bit_length())
+            replacements = islice(replacements, place, place + 1)
         before = self._beside(few, structure)
         for kept, replaced in replacements:
             try:
@@ -310,13 +311,10 @@ class AloneCheck:
         with self._replay.once():
             loss = self._losses(sample, 1).sum()
             self._require_no_others(loss)
-            gradient: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
+            gradient = [torch.zeros_like(parameter) for parameter in self._parameters]
             if loss.requires_grad:
-                gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        pairs = zip(gradient, self._parameters, strict=True)
-        return Alone(
-            row, float(loss.detach()), [torch.zeros_like(p) if g is None else g for g, p in pairs]
-        )
+                gradient = [*torch.autograd.grad(loss, self._parameters, materialize_grads=True)]
+        return Alone(row, float(loss.detach()), gradient)
 
     def _require_no_others(self, loss: torch.Tensor) -> None:
         """Raise if a loss trains parameters outside of the model: no step clips or noises them."""

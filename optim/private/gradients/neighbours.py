@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+PER_BIT = 6  # batches for each bit of a row's number
 _EXTREME = 1e3
 
 

@@ -125,7 +125,68 @@ _INIT = 'dist.init_process_group("gloo")'
 _LOSS = "nn.functional.cross_entropy(model(inputs), labels)"
 _LAST = "    max_grad_norm=1.0,\n"
 
+_UNIFORM = """
+from comm_hooks.optim.private.noise import mechanism
+
+
+def uniform(tensors, std, stream):
+    for tensor in tensors:
+        drawn = torch.from_numpy(stream.generator().random(tuple(tensor.shape)) - 0.5)
+        tensor.add_((std * 12**0.5 * drawn).to(tensor))
+
+
+mechanism.add_noise_ = uniform
+"""
+_DRAWS = """
+from comm_hooks.optim.private.noise.secret import Stream
+
+draw = Stream.draw
+
+
+def others(stream, count, rate):
+    found = draw(stream, count, rate)
+    {}
+
+
+Stream.draw = others
+"""
+_RATE = """
+from comm_hooks.optim.private import engine as engines
+
+event = engines.GaussianEvent
+engines.GaussianEvent = lambda sigma, rate, **rest: event(sigma, rate / 2, **rest)
+"""
+
 FAULTS: dict[str, Script] = {
+    "uniform noise": Script({"init": _UNIFORM}, "is not normal"),
+    "a function in place of the library's": Script(
+        {"init": _UNIFORM}, "replaces comm_hooks.optim.private.noise.mechanism.add_noise_"
+    ),
+    "a sample twice in a batch": Script(
+        {"init": _DRAWS.format("return sorted(found + found[:1])")}, "drawn twice in a step"
+    ),
+    "batches of one size": Script(
+        {
+            "init": _DRAWS.format(
+                "return found if len(found) == 20 else others(stream, count, rate)"
+            )
+        },
+        "would vary more",
+    ),
+    "half of the rate in the ledger": Script({"init": _RATE}, "and the ledger has 0.025"),
+    "side information of the data": Script(
+        {
+            "public = torch.randn(64, 12)": "from comm_hooks.optim.private import AdaDPS",
+            _ADAM: (
+                "optimizer=AdaDPS(\n"
+                "        model.named_parameters(),\n"
+                "        lr=5e-3,\n"
+                "        side_information={'0.weight': inputs.abs().mean(0) + 1e-2},\n"
+                "    ),"
+            ),
+        },
+        "change the optimizer's",
+    ),
     "a copy of the first batch in place of the next": Script(
         {
             "private": "first = None",
@@ -360,6 +421,22 @@ CORRECT: dict[str, Script] = {
     "workers that load ahead": Script(
         {"DataLoader(dataset)": "DataLoader(dataset, num_workers=1)"}
     ),
+    **{
+        f"augmentation by {drawn}": Script(
+            {
+                "dataset = TensorDataset(inputs, labels)": (
+                    "import numpy as np\n\n\n"
+                    "class Augmented(Dataset):\n"
+                    "    def __len__(self):\n"
+                    "        return 400\n\n"
+                    "    def __getitem__(self, index):\n"
+                    f"        return inputs[index] + 0.1 * {drawn}, labels[index]\n\n\n"
+                    "dataset = Augmented()"
+                )
+            }
+        )
+        for drawn in ("torch.randn(12)", "np.float32(np.random.randn(12))")
+    },
     "augmentation from the operating system": Script(
         {
             "dataset = TensorDataset(inputs, labels)": (

@@ -2,9 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +15,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from comm_hooks.optim.private.errors import PrivacyError
+from comm_hooks.optim.private.gradients import alone
 from comm_hooks.optim.private.gradients.alone import AloneCheck
-from comm_hooks.optim.private.random_states import random_states_kept
+from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
+from comm_hooks.optim.private.random_states import random_states, random_states_kept
 from tests.optim.private.dependence import (
     DEPENDENT,
     INDEPENDENT,
@@ -56,8 +57,7 @@ class Probe:
         return losses.detach(), [torch.stack(rows) for rows in zip(*found, strict=True)]
 
     def look(self, batch: Any) -> None:
-        with random_states_kept():
-            self.check.differentiate(batch, len(pytree.tree_leaves(batch)[0]), None)
+        self.check.differentiate(batch, len(pytree.tree_leaves(batch)[0]), None)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(4, torch.float32), (33, torch.bfloat16)], ids=str)
@@ -141,13 +141,18 @@ def test_a_margin_that_no_sample_comes_near_is_crossed_by_extreme_ones() -> None
         Probe(model, loss).look(batch)
 
 
-@contextmanager
-def unmoved() -> Iterator[None]:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    yield
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert np.array_equal(np.random.get_state()[1], before[2])
+def test_samples_that_are_not_finite_decide_nothing() -> None:
+    """One sample alone shows no dependence; of the first batch with two, others are replaced."""
+    gradients = PerSampleGradients(mlp(), entropies, 1.0)
+    inputs, labels = draw(mlp(), 5, torch.float32, 0)
+    spoilt = inputs.clone()
+    spoilt[1:] = torch.nan
+    with mock.patch.object(alone, "RATE", 1):
+        for finite in (1, 2):
+            spoilt[:finite] = inputs[:finite]
+            with mock.patch.object(alone, "neighbours", wraps=alone.neighbours) as replaced:
+                gradients.backward((spoilt, labels))
+            assert replaced.called == (finite == 2)
 
 
 def test_neither_random_numbers_nor_modes_nor_gradients_are_touched() -> None:
@@ -158,8 +163,12 @@ def test_neither_random_numbers_nor_modes_nor_gradients_are_touched() -> None:
     model = Transformer()
     model.block.self_attn.eval()
     modes = [module.training for module in model.modules()]
-    with unmoved():
-        Probe(model, loss).look(draw(model, 9, torch.float32, 0))
+    probe, batch = Probe(model, loss), draw(model, 9, torch.float32, 0)
+    with random_states_kept():
+        probe._differentiate(batch, 9)
+        after_one_pass = random_states()
+    probe.look(batch)
+    assert random_states() == after_one_pass
     assert modes == [module.training for module in model.modules()]
     assert all(p.grad is None for p in model.parameters())
 

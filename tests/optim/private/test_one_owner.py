@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from comm_hooks import Exchange
+from comm_hooks import Exchange, register
 from comm_hooks.collectives import Simulated
 from comm_hooks.compressors.identity import Identity
 from comm_hooks.optim import FedAvg
@@ -124,6 +124,41 @@ def test_what_no_step_changes_is_looked_at_with_epsilon(how: str) -> None:
         engine.get_epsilon(1e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("part", ["all", "the other half"])
+def test_another_training_of_a_model_is_no_write_of_others(mode: str, part: str) -> None:
+    engine, model = PrivacyEngine(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model[0].requires_grad_(part == "all")
+    kept = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        for _ in range(2):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            own = DPSGD(trained, lr=0.5)
+            kept.append(private(engine, model=model, optimizer=own, grad_sample_mode=mode))
+            for batch in kept[-1][2]:
+                kept[-1][1].backward(batch)
+                kept[-1][1].step()
+            engine.get_epsilon(1e-3)
+            if part != "all":
+                for layer in model:
+                    layer.requires_grad_(not layer.weight.requires_grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sparse_buffers_are_watched(mode: str) -> None:
+    model, engine = nn.Sequential(nn.Linear(6, 3)), PrivacyEngine()
+    model.graph = nn.Buffer(torch.eye(6).to_sparse())
+    _, optimizer, loader = private(engine, model=model, grad_sample_mode=mode)
+    for batch in loader:
+        optimizer.backward(batch)
+        optimizer.step()
+    model.graph = model.graph * 2
+    with pytest.warns(UserWarning, match="parameters or buffers have changed since the last"):
+        engine.get_epsilon(1e-5)
+
+
 @pytest.mark.parametrize("when", ["before a round", "before get_epsilon"])
 def test_writing_between_rounds_of_clients_is_noticed(when: str) -> None:
     engine, model = PrivacyEngine(), nn.Linear(6, 3)
@@ -132,12 +167,15 @@ def test_writing_between_rounds_of_clients_is_noticed(when: str) -> None:
     )
     exchange = Exchange(Identity(), transport=Simulated(1)[0])
     rounds = FedAvg(model.named_parameters(), exchange, lr=0.1, participation=participation)
+    register(model, rounds)
 
     def play() -> None:
         for _ in rounds.clients():
             loss_function(model, dataset()[:4]).sum().backward()
             rounds.step()
             rounds.zero_grad()
+        model.eval()
+        model.train()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
