@@ -57,18 +57,19 @@ class GlooRanks(Transport):
     @property
     def _rings(self) -> Rings:
         if self._made is None and not self.is_closed:
-            # Not every build of torch has it.
-            from torch.distributed import ProcessGroupGloo
-
-            # Connects to all others, so not before it is needed.
-            context = within(
-                self._timeout.total_seconds(),
-                lambda: ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout),
-            )
+            context = within(self._timeout.total_seconds(), self._connected)
             self._made = Rings(context, self.rank, self.world_size)
         if (made := self._made) is None or self.is_closed:  # perhaps by another thread, just now
             self.close()
             raise RuntimeError(CLOSED)
+        return made
+
+    def _connected(self) -> Any:
+        # Not every build of torch has it.
+        from torch.distributed import ProcessGroupGloo
+
+        made: Any = ProcessGroupGloo(self._store, self.rank, self.world_size, self._timeout)
+        made.barrier().wait()  # a rank that closed its own at once would end those half made
         return made
 
     def connect(self, request: Request) -> None:
