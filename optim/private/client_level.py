@@ -14,10 +14,11 @@ from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.exchange import Exchange
 from comm_hooks.exchange.noise_hook import NoiseHook, Place
 from comm_hooks.memory.base import Memory
+from comm_hooks.optim.base import parameters_of
 from comm_hooks.optim.private.accounting.releases import Releases, releases_of
 from comm_hooks.optim.private.errors import PrivacyError, Settled
 from comm_hooks.optim.private.gradients.clipping import clip_factors, sample_norms
-from comm_hooks.optim.private.gradients.model_checks import unchanged_buffers
+from comm_hooks.optim.private.gradients.model_checks import unchanged_modules
 from comm_hooks.optim.private.noise.gate import Gate
 from comm_hooks.optim.private.noise.gaussian import add_noise_
 from comm_hooks.optim.private.noise.placement import Scheme, judge
@@ -162,12 +163,14 @@ class PrivateParticipation(Settled, Unrepeatable, ClientSampling):
         """Return the context of a client's local steps; check that only the client's delta remains.
 
         Raises:
-            PrivacyError: at the end, if the steps have changed buffers (running statistics) or
-                settings of the optimizers (schedulers), or have left unused gradients.
+            PrivacyError: at the end, if the steps have changed buffers (running statistics), other
+                parameters than the optimizer's, or settings of the optimizers (schedulers), or have
+                left unused gradients.
         """
         groups = [*inner.param_groups, *server.param_groups]
         before = [_settings_in(group) for group in groups]
-        with unchanged_buffers(), own_gradients(inner, _refuse_gradients):
+        trained = parameters_of(inner.param_groups)
+        with unchanged_modules(trained), own_gradients(inner, _refuse_gradients):
             yield
         for old, group in zip(before, groups, strict=True):
             for name, value in _settings_in(group).items():

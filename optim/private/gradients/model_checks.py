@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,36 +100,49 @@ def _refuse_later_hook(state: object, hook: object) -> None:
 
 
 @contextmanager
-def unchanged_buffers() -> Iterator[None]:
-    """Refuse changes of the buffers of all modules that are called inside the context.
+def unchanged_modules(trained: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Refuse changes of the modules that are called inside the context.
+
+    Args:
+        trained: the parameters that may change; all others, and all buffers, may not.
 
     Raises:
-        PrivacyError: at the end of the context, if a buffer has changed.
+        PrivacyError: at the end of the context, if another parameter or a buffer has changed.
     """
+    may_change = set(map(id, trained))
     before: dict[nn.Module, dict[str, torch.Tensor]] = {}
+
+    # Fingerprints, since neither batch norm's kernels nor writes to p.data count as writes.
+    def values(module: nn.Module) -> dict[str, torch.Tensor]:
+        every = {**dict(module.named_parameters(recurse=False)), **dict(_own_buffers(module))}
+        return {
+            name: fingerprint([tensor])
+            for name, tensor in every.items()
+            if id(tensor) not in may_change
+        }
 
     def note(module: nn.Module, arguments: object) -> None:
         if module not in before:
-            for part in module.modules():
-                before[part] = {name: buffer.clone() for name, buffer in _own_buffers(part)}
+            before.update({part: values(part) for part in module.modules() if part not in before})
 
     hook = register_module_forward_pre_hook(note)
     try:
         yield
     finally:
         hook.remove()
-    # Their values, since batch norm's kernels do not count that they have written them.
     changed = {
         f"{type(module).__name__}.{name}"
-        for module, values in before.items()
-        for name, buffer in _own_buffers(module)
-        if name not in values or not _equal(buffer, values[name].to(buffer.device))
+        for module, was in before.items()
+        for name, value in values(module).items()
+        if name not in was or value.item() != was[name].item()
     }
     if changed:
         raise PrivacyError(
-            f"buffers have clean statistics of a client: {', '.join(sorted(changed))}. These would "
-            "be published with the model, without noise. Use GroupNorm or LayerNorm, "
-            "track_running_stats=False, or eval() for the modules that have these buffers"
+            "a client's turn has changed what its rounds do not train: "
+            f"{', '.join(sorted(changed))}. This would be published with the model, without noise. "
+            "For running statistics use GroupNorm or LayerNorm, track_running_stats=False, or "
+            "eval() for their modules; give all parameters that train to the optimizer of the "
+            "rounds, or restore a client's own ones at the end of its turn"
         )
 
 

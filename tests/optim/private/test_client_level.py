@@ -583,7 +583,43 @@ def test_buffers_in_which_clients_leave_statistics_are_refused(
         work()
         assert rounds.round_index == 1
     else:
-        with pytest.raises(PrivacyError, match=rf"clean statistics of a client: .*{buffer}"):
+        with pytest.raises(PrivacyError, match=rf"what its rounds do not train: .*{buffer}"):
             work()
         assert rounds.round_index == 0
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize("writes", ["another optimizer", "p.data", "a frozen prototype"])
+def test_what_the_rounds_do_not_train_must_stay_as_it_was(writes: str, is_restored: bool) -> None:
+    body, head = small_model(), nn.Linear(50, 5)
+    model = nn.Sequential(body, head)
+    rounds, _ = private_rounds(body, sample_rate=1.0)
+    own = torch.optim.SGD(head.parameters(), lr=0.1)
+    head.requires_grad_(writes == "another optimizer")
+
+    def write() -> None:
+        if writes == "another optimizer":
+            own.step()
+        elif writes == "p.data":
+            head.weight.data[0] = 1.5
+        else:
+            with torch.no_grad():
+                head.weight[1].mul_(0.9)
+
+    def work() -> None:
+        for _ in rounds.clients():
+            before = {name: value.clone() for name, value in head.state_dict().items()}
+            model(torch.randn(4, 40)).square().sum().backward()
+            rounds.step()
+            write()
+            if is_restored:
+                head.load_state_dict(before)
+            rounds.zero_grad()
+
+    if is_restored:
+        work()
+        assert rounds.round_index == 1
+    else:
+        with pytest.raises(PrivacyError, match=r"rounds do not train: .*Linear\.weight"):
+            work()
