@@ -13,7 +13,7 @@ from comm_hooks.optim.private.data.tickets import Read
 from comm_hooks.optim.private.errors import PrivacyError
 from comm_hooks.optim.private.gradients.alone import AloneCheck
 from comm_hooks.optim.private.gradients.clipping import LossFunction, SampleClipper
-from comm_hooks.optim.private.gradients.model_checks import unwritten_parameters
+from comm_hooks.optim.private.gradients.model_checks import unwritten
 from comm_hooks.requirements import require_callable, require_positive
 
 
@@ -123,7 +123,7 @@ class BatchClipper(SampleClipper):
 
     def _add_batch(self, batch: Any, size: int, read: Read | None) -> torch.Tensor:
         """Add the clipped gradients of a micro-batch; return its losses, ``(size,)``, detached."""
-        with unwritten_parameters(self._model) if self._is_first else nullcontext():
+        with unwritten(self._model, in_first_pass=True) if self._is_first else nullcontext():
             if self._is_first:
                 self._look_at(batch, size)
             losses, gradients = self._check.differentiate(batch, size, read)

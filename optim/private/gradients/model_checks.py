@@ -114,12 +114,8 @@ def unchanged_modules(trained: Iterable[torch.Tensor]) -> Iterator[None]:
 
     # Fingerprints, since neither batch norm's kernels nor writes to p.data count as writes.
     def values(module: nn.Module) -> dict[str, torch.Tensor]:
-        every = {**dict(module.named_parameters(recurse=False)), **dict(_own_buffers(module))}
-        return {
-            name: fingerprint([tensor])
-            for name, tensor in every.items()
-            if id(tensor) not in may_change
-        }
+        own = [(name, tensor) for name, tensor in _own(module) if id(tensor) not in may_change]
+        return {name: fingerprint([tensor]) for name, tensor in own}
 
     def note(module: nn.Module, arguments: object) -> None:
         if module not in before:
@@ -147,66 +143,47 @@ def unchanged_modules(trained: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def unwritten_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuse writes to a model's buffers or parameters inside the context; restore the buffers.
+def unwritten(model: nn.Module, *, in_first_pass: bool = False) -> Iterator[None]:
+    """Refuse writes to a model's buffers and parameters inside the context.
+
+    Args:
+        model: the model, whose buffers are restored.
+        in_first_pass: whether to compare and restore the values of parameters, too; some modules
+            initialize themselves by their first inputs.
 
     Raises:
         PrivacyError: at the end of the context, if a buffer or parameter was written to.
     """
-    before = [
-        (module, name, buffer, buffer._version, buffer.clone())
-        for module in model.modules()
-        for name, buffer in _own_buffers(module)
-    ]
-    known = {(module, name) for module, name, *_ in before}
-    versions = [(name, p, p._version) for name, p in model.named_parameters()]
+    before = {
+        f"{path}.{name}".strip("."): (module, name, tensor, tensor._version, value)
+        for path, module in model.named_modules()
+        for name, tensor in _own(module)
+        for is_read in [in_first_pass or not isinstance(tensor, nn.Parameter)]
+        for value in [tensor.detach().clone() if is_read else None]
+    }
     written = []
     try:
         yield
     finally:
-        for module in model.modules():
-            for name in [n for n, _ in _own_buffers(module) if (module, n) not in known]:
-                delattr(module, name)
-                written.append(f"{type(module).__name__}.{name}")
-        for module, name, buffer, version, value in before:
-            is_same = getattr(module, name, None) is buffer and buffer._version == version
+        for path, module in model.named_modules():
+            for name, _ in _own(module):
+                if (where := f"{path}.{name}".strip(".")) not in before:
+                    delattr(module, name)
+                    written.append(where)
+        for where, (module, name, tensor, version, value) in before.items():
+            is_same = getattr(module, name, None) is tensor and tensor._version == version
             # The kernels of batch norm do not count that they have written.
-            if not is_same or not _equal(buffer, value):
-                with torch.no_grad():
-                    buffer.copy_(value)
-                setattr(module, name, buffer)
-                written.append(f"{type(module).__name__}.{name}")
-    written += [name for name, p, version in versions if p._version != version]
+            if not is_same or (value is not None and not _equal(tensor, value)):
+                if value is not None:
+                    with torch.no_grad():
+                        tensor.copy_(value)
+                setattr(module, name, tensor)
+                written.append(where)
     if written:
         raise PrivacyError(
             "the forward pass writes to the model, which would keep a trace of samples without "
-            f"noise: {', '.join(sorted(set(written)))}. Use modules that do not, or eval() for "
-            "those that write in training only"
-        )
-
-
-@contextmanager
-def unwritten_parameters(model: nn.Module) -> Iterator[None]:
-    """Refuse other values of a model's parameters after the context, and restore them.
-
-    For the first pass, in which some modules initialize themselves by their inputs.
-
-    Raises:
-        PrivacyError: at the end of the context, if a parameter has changed.
-    """
-    before = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
-    try:
-        yield
-    finally:
-        changed = [(name, p, value) for name, p, value in before if not torch.equal(p, value)]
-        with torch.no_grad():
-            for _, p, value in changed:
-                p.copy_(value)
-    if changed:
-        raise PrivacyError(
-            "the first forward pass writes to parameters, which would be computed from samples "
-            f"without noise: {', '.join(name for name, *_ in changed)}. Initialize them by public "
-            "data"
+            f"noise: {', '.join(written)}. Use modules that do not, eval() for those "
+            "that write in training only, or initialize them by public data"
         )
 
 
@@ -216,8 +193,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(fingerprint([one]) == fingerprint([other]))
 
 
-def _own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return module.named_buffers(recurse=False)
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 32) -> nn.Module:

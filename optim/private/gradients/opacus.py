@@ -9,7 +9,7 @@ from torch import nn
 
 from comm_hooks.optim.private.gradients.batches import BatchClipper
 from comm_hooks.optim.private.gradients.clipping import LossFunction
-from comm_hooks.optim.private.gradients.model_checks import padding_rows, unwritten_buffers
+from comm_hooks.optim.private.gradients.model_checks import padding_rows, unwritten
 from comm_hooks.optim.private.gradients.per_sample import is_recurrent, require_used, unwrapped
 from comm_hooks.optim.private.random_states import random_states_kept
 from comm_hooks.requirements import require_kind
@@ -99,7 +99,7 @@ class OpacusGradients(BatchClipper):
             self._losses(batch, size)
 
     def _losses(self, batch: Any, size: int) -> torch.Tensor:
-        with unwritten_buffers(self._model):
+        with unwritten(self._model):
             losses = self._loss_function(self._model, batch)
         if not isinstance(losses, torch.Tensor) or losses.shape != (size,):
             got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
