@@ -17,7 +17,7 @@ from benchmarks.audit.script.sources import VARIED_ROWS
 from benchmarks.audit.script.twins import Twins, compare, first_difference
 
 _KINDS: tuple[Kind, ...] = ("absent", "huge", "swapped", "not finite")
-_MOST_SOURCES = 3
+_MOST_SOURCES = 4
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,14 @@ def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str)
     # Clients have no labels.
     kinds = [kind for kind in _KINDS if unit == "sample" or kind != "swapped"]
     early, late, never = choose(reference, len(reference.ranks))
-    wanted = [Plant(index, kind) for index in dict.fromkeys((late, early)) for kind in kinds]
+    wanted = [Plant(index, kind) for index in dict.fromkeys((late, early, None)) for kind in kinds]
     if never is not None:
         wanted.append(Plant(never, "absent"))
-    done = runner(*(Variant(f"{unit} {p.index} {p.kind}", plant=p) for p in wanted))
+    done = runner(*(Variant(f"{p.name(unit)} {p.kind}", plant=p) for p in wanted))
     runs: dict[Plant, Run] = {}
     for plant, run in zip(wanted, done, strict=True):
         if isinstance(run, ScriptFailed) and plant.kind != "absent":
-            audit.doubts.append(f"{run}. A failure shows that {unit} {plant.index} takes part")
+            audit.doubts.append(f"{run}. A failure shows that {plant.name(unit)} takes part")
         else:
             runs[plant] = _whole(run)
     if not any(drawn_of(reference)):
@@ -240,7 +240,7 @@ def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str)
         blank = runs.get(Plant(plant.index, "not finite"))
         if blank is not None and blank is not present:
             twins.append(compare(blank, present, reference, unit))
-        _add_twins(audit, f"{unit} {twins[0].planted}", twins)
+        _add_twins(audit, twins[0].planted, twins)
 
 
 def _add_twins(audit: ScriptAudit, name: str, twins: Sequence[Twins]) -> None:

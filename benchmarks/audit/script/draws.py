@@ -1,7 +1,7 @@
 """The samples of each step, and a planted one."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,18 +24,29 @@ EXTREMES: dict[str, float] = {"huge": 1e6, "swapped": 1e6, "not finite": float("
 
 @dataclass(frozen=True)
 class Plant:
-    """A change of one sample.
+    """A change of one sample, or of one in every batch.
 
     Attributes:
-        index: of the sample in the data set (or of the client).
+        index: of the sample in the data set (or of the client); None: of each batch another one,
+            the last, the first, or any, on one rank after the other.
         kind: ``"absent"``: it is in no batch, and another sample takes its place in the data set;
             ``"huge"``: its values (of a client: its message) are multiplied by a million;
             ``"swapped"``: it also has the labels of another sample, so that it is wrong where the
             other is right; ``"not finite"``: its values are NaN.
     """
 
-    index: int
+    index: int | None
     kind: Kind
+
+    def name(self, unit: str) -> str:
+        """Return the name of the sample (or other unit) for messages."""
+        return f"one {unit} of a batch" if self.index is None else f"{unit} {self.index}"
+
+    def place(self, step: int, drawn: Sequence[int]) -> int | None:
+        """Return the place of the changed sample among those of a batch; None for none."""
+        if self.index is not None:
+            return drawn.index(self.index) if self.index in drawn else None
+        return (-1, 0, step * step)[step % 3] % len(drawn) if drawn else None
 
 
 class Draws:
@@ -61,6 +72,7 @@ class Draws:
         # By the sampler and the tickets of a loader: its rank, the number of ranks, and the
         # samples of its pending batches, as indices of the whole data set.
         self._waiting: dict[object, tuple[int, int, deque[list[int]]]] = {}
+        self._batches: dict[object, int] = {}
         self._drawn_for: dict[Ticket, list[int]] = {}
         self._drawn: list[int] | None = None
         self.observers: dict[str, Callable[..., Any]] = {
@@ -87,14 +99,16 @@ class Draws:
         **options: Any,
     ) -> None:
         edit: Callable[[int, Any], Any] = _unchanged
-        if self._planted is not None and self._planted.index < len(dataset):
+        planted = self._planted
+        if planted is not None and (planted.index is None or planted.index < len(dataset)):
             if id(dataset) not in self._edits:
-                self._edits[id(dataset)] = dataset, plant(dataset, self._planted)
+                self._edits[id(dataset)] = dataset, plant(dataset, planted)
             edit = self._edits[id(dataset)][1]
         require_once(dataset)
-        if self._planted is not None or type(dataset) in _KNOWN or not _reads_several(dataset):
+        if planted is not None or type(dataset) in _KNOWN or not _reads_several(dataset):
             dataset = _Edited(dataset, edit, self._seed_of)
         method(loader, dataset, *args, rank=rank, world_size=world_size, **options)
+        vars(loader.dataset)["indices"] = _Indices(vars(loader.dataset)["indices"])
         waiting: tuple[int, int, deque[list[int]]] = (rank, world_size, deque())
         self._waiting[loader.batch_sampler] = self._waiting[loader.tickets] = waiting
 
@@ -103,11 +117,19 @@ class Draws:
         if sampler not in self._waiting:
             return indices
         rank, world_size, waiting = self._waiting[sampler]
-        planted = self._planted
-        absent = planted.index if planted is not None and planted.kind == "absent" else None
         drawn = [rank + i * world_size for i in indices]
         waiting.append(drawn)
-        return [i for i, index in zip(indices, drawn, strict=True) if index != absent]
+        self._batches[sampler] = number = self._batches.get(sampler, 0) + 1
+        planted = self._planted
+        if planted is None or (planted.index is None and number % world_size != rank):
+            return indices
+        place = planted.place(number, drawn)
+        if place is None:
+            return indices
+        left, index, right = indices[:place], indices[place], indices[place + 1 :]
+        if planted.kind == "absent":
+            return left + right
+        return [*left, ~index, *right] if planted.index is None else indices
 
     def _start_iteration(self, method: Callable[..., None], tickets: Tickets) -> None:
         method(tickets)
@@ -132,8 +154,24 @@ class Draws:
         method(tickets, ticket)
 
 
+class _Indices:
+    """A rank's indices of a data set: ``~i`` stands for a change of the i-th of them."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: int) -> int:
+        return self._indices[place] if place >= 0 else ~self._indices[~place]
+
+
 class _Edited:
-    """A data set with changed samples, which are the same at each reading in a step."""
+    """A data set with changed samples, which are the same at each reading in a step.
+
+    ``~i`` is the changed sample i, where not all of its readings are changed.
+    """
 
     def __init__(
         self, dataset: Any, edit: Callable[[int, Any], Any], seed: Callable[[int], None]
@@ -144,9 +182,10 @@ class _Edited:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
+        own = max(index, ~index)
         with random_states_kept():
-            self._seed(index)
-            return self._edit(index, self._dataset[index])
+            self._seed(own)
+            return self._edit(index, self._dataset[own])
 
 
 def _unchanged(index: int, sample: Any) -> Any:
@@ -165,16 +204,23 @@ def plant(dataset: Any, planted: Plant) -> Callable[[int, Any], Any]:
         where the storage was changed.
     """
     index, kind = planted.index, planted.kind
+    if index is None:
+        return lambda at, own: own if at >= 0 else _edited(own, _other(dataset, ~at), kind)
+    other = _other(dataset, index)
+    if _plant_in_storage(dataset, index, other, kind):
+        return _unchanged
+    return lambda at, sample: _edited(sample, other, kind) if at == index else sample
+
+
+def _other(dataset: Any, index: int) -> Any:
+    """Return another sample of a data set, if possible with other labels."""
     own = _whole_numbers(dataset[index])
     other = dataset[index]
     for distance in range(1, min(len(dataset), 32)):
         other = dataset[(index + distance) % len(dataset)]
         if _whole_numbers(other) != own:
             break
-    other = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, other)
-    if _plant_in_storage(dataset, index, other, kind):
-        return lambda index, sample: sample
-    return lambda at, sample: _edited(sample, other, kind) if at == index else sample
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, other)
 
 
 def _whole_numbers(sample: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.audit.script.watched import digest
 
 _LOADING = {"load", "loadtxt", "genfromtxt", "from_numpy", "as_tensor", "tensor"}
-_MAKING = {"rand", "randn", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
+_MAKING = {"rand", "randint", "randn", "rand_like", "randn_like", "normal", "tensor", "as_tensor"}
 _PATCHED = ((torch, "load from_numpy"), (np, "load loadtxt genfromtxt"))
 _MOST_ROWS = 20_000
 
@@ -94,7 +94,7 @@ def _vary(values: Any, row: int) -> None:
         if str(values.dtype).endswith("uint8"):  # an image
             values[row] = 255 - values[row]
         elif "float" in str(values.dtype):
-            values[row] = values[row] * 1000 + 1  # so that extremes move, too
+            values[row] = values[row] * -1000 + 1  # so that extremes move, and signs
         else:  # a label or a token becomes another existing one
             others = (other for other in values if bool((other != values[row]).any()))
             if (other := next(others, None)) is not None:

@@ -48,13 +48,14 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
     planted = run.variant.plant or base.variant.plant
     assert planted is not None
     kind = run.variant.plant.kind if run.variant.plant else "as it is"
-    drawn = [planted.index in indices for indices in drawn_of(reference)]
+    name = planted.name(unit)
+    drawn = [planted.place(0, indices) is not None for indices in drawn_of(reference)]
     problems: list[str] = []
     largest: float | None = None
     pairs = list(zip(base.ranks, run.ranks, strict=True))
     comparable = min(len(r["releases"]) for r in (*base.ranks, *run.ranks))
     for rank, (one, two) in enumerate(pairs):
-        found = _first_difference(one, two, f"{unit} {planted.index}")
+        found = _first_difference(one, two, name)
         if found:
             comparable = min(comparable, found.releases)
             if found.message not in problems:
@@ -71,8 +72,8 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
         if step >= len(drawn) or not drawn[step]:
             if any(bool((d != 0).any()) for d in differences):
                 problems.append(
-                    f"{where}: in step {step + 1} the clipped sum depends on {unit} "
-                    f"{planted.index} ({kind}), which was not drawn for it: by {size:.3g} C"
+                    f"{where}: in step {step + 1} the clipped sum depends on {name} ({kind}), "
+                    f"which was not drawn for it: by {size:.3g} C"
                 )
                 break
             continue
@@ -87,11 +88,11 @@ def compare(base: Run, run: Run, reference: Run, unit: str) -> Twins:
         slack = _SLACK + rows * _SUM_SLACK + (0.0 if same_shape else _OTHER_SHAPE_SLACK)
         if not size <= 1 + slack:
             problems.append(
-                f"{where}: {unit} {planted.index} ({kind}) changes the clipped sum of step "
-                f"{step + 1} by {size:.4g} C, and the noise is made for C"
+                f"{where}: {name} ({kind}) changes the clipped sum of step {step + 1} by "
+                f"{size:.4g} C, and the noise is made for C"
             )
             break
-    return Twins(f"{planted.index}, {kind}", sum(drawn), largest, problems[:3])
+    return Twins(f"{name}, {kind}", sum(drawn), largest, problems[:3])
 
 
 def first_difference(one: Run, other: Run) -> str | None:

@@ -270,6 +270,60 @@ FAULTS: dict[str, Script] = {
         },
         "change the loss function's counts, too: it depends on the data without privacy",
     ),
+    "weights of classes by the counts of random labels": Script(
+        {
+            "labels = (inputs @ torch.randn(12, 4)).argmax(1)\n": (
+                "labels = torch.randint(4, (400,))\n"
+                "counts = torch.bincount(labels, minlength=4).float()\n"
+            ),
+            "cross_entropy(model(inputs), labels)": (
+                "cross_entropy(model(inputs), labels, weight=1 / counts)"
+            ),
+        },
+        "change the loss function's counts, too: it depends on the data without privacy",
+    ),
+    "weights of classes by the counts of labels that follow from inputs": Script(
+        {
+            "data": "counts = torch.bincount(labels, minlength=4).float()",
+            "cross_entropy(model(inputs), labels)": (
+                "cross_entropy(model(inputs), labels, weight=1 / counts)"
+            ),
+        },
+        "change the loss function's counts, too: it depends on the data without privacy",
+    ),
+    "one raw gradient in a moment": Script(
+        {
+            "private": "taken = 0",
+            "step": (
+                "taken += 1\n"
+                "if taken == 6:\n"
+                "    gradients = torch.autograd.grad(\n"
+                "        loss_function(model, batch), list(model.parameters())\n"
+                "    )\n"
+                "    for p, g in zip(model.parameters(), gradients):\n"
+                "        optimizer.inner.state[p]['exp_avg'].add_(g, alpha=0.01)"
+            ),
+        },
+        "depends on one sample of a batch",
+    ),
+    "the last row of a batch in the next loss": Script(
+        {
+            "private": "last = [0.0]",
+            _LOSS: "nn.functional.cross_entropy(model(inputs) + last[0], labels)",
+            "step": "last[0] = batch[0][-1, :4].clone() if len(batch[0]) else 0.0",
+        },
+        "one sample of a batch",
+    ),
+    "the model with the smallest training loss": Script(
+        {
+            "private": "best, kept = 99.0, copy.deepcopy(model.state_dict())",
+            "step": (
+                "if loss < best:\n    best, kept = float(loss), copy.deepcopy(model.state_dict())\n"
+                "else:\n    model.load_state_dict(kept)"
+            ),
+        },
+        "depends on one sample of a batch",
+    ),
     "no clipping": Script(
         {
             "private": (

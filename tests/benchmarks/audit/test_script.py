@@ -208,6 +208,30 @@ def test_samples_that_are_made_when_they_are_read(kind: Any) -> None:
     assert label == (1 if kind in ("huge", "not finite") else 2)
 
 
+@given(st.lists(st.integers(0, 99), unique=True), st.integers(0, 3))
+def test_a_plant_in_every_batch_takes_the_last_the_first_and_others(
+    drawn: list[int], start: int
+) -> None:
+    places = [Plant(None, "huge").place(step, drawn) for step in range(start, start + 300)]
+    if drawn:
+        assert {0, len(drawn) - 1} <= set(places) <= set(range(len(drawn)))
+    else:
+        assert places == [None] * 300
+    for index in (7, *drawn):
+        at = drawn.index(index) if index in drawn else None
+        assert Plant(index, "huge").place(start, drawn) == at
+
+
+def test_one_reading_of_a_sample_is_changed() -> None:
+    dataset = TensorDataset(torch.ones(9, 2), torch.arange(9))
+    edit = plant(dataset, Plant(None, "swapped"))
+    values, label = edit(~4, dataset[4])
+    assert values.tolist() == [1e6, 1e6]
+    assert label != 4
+    assert torch.equal(edit(4, dataset[4])[0], torch.ones(2))
+    assert torch.equal(dataset.tensors[0], torch.ones(9, 2))
+
+
 # Twins
 
 
