@@ -94,7 +94,7 @@ def _without_checks(step: Callable[[], None]) -> Callable[[], None]:
     def unchecked(self: AloneCheck, batch: Any, size: int, read: Any) -> Any:
         return self._differentiate(batch, size)
 
-    def nothing(self: Witness) -> None:
+    def nothing(self: Witness, **options: bool) -> None:
         pass
 
     def step_without() -> None:

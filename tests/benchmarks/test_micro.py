@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,22 @@ def test_every_table_has_a_module(name: str) -> None:
     if name in ("per_sample_gradients", "private_checks", "distinguishing"):
         pytest.importorskip("opacus")
     assert callable(importlib.import_module(f"benchmarks.micro.{name}").main)
+
+
+@pytest.mark.parametrize("mode", ["functorch", "hooks"])
+def test_private_steps_are_taken_with_and_without_their_checks(mode: str) -> None:
+    pytest.importorskip("opacus")
+    from benchmarks.micro.private_checks import _steps, _without_checks
+    from comm_hooks.optim.private.gradients.alone import AloneCheck
+
+    original = AloneCheck.differentiate
+    with mock.patch.object(AloneCheck, "differentiate", autospec=True) as checked:
+        checked.side_effect = original
+        step = _steps(torch.nn.Linear(8, 10), (8,), mode)
+        _without_checks(step)()
+        assert not checked.called
+        step()
+        assert checked.called
 
 
 def test_an_unknown_table_is_refused() -> None:
