@@ -106,7 +106,7 @@ class Observer:
         self._ledgers: dict[str, str] = {}
         self._engines: list[PrivacyEngine] = []
         self._units: list[tuple[int, float]] = []
-        self._sources = Sources(variant.varied_source, self.places.now)
+        self._sources = Sources(variant.varied_source, self.places.now, _seed)
         self._stepping: DPOptimizer | None = None
         self._replaced: list[str] = []
 

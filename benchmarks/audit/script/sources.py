@@ -28,6 +28,8 @@ class Sources(TorchFunctionMode):
     Args:
         varied: the number of the changed one; None for none.
         where: returns the current line of the script.
+        seed: sets the generators, which happens after each source: changed lengths then do not
+            shift what is drawn later.
 
     Attributes:
         found: in ``"made"`` the place, function and shape of each; in ``"rows"`` digests of the
@@ -35,9 +37,11 @@ class Sources(TorchFunctionMode):
             values in its loss function and optimizer, by name.
     """
 
-    def __init__(self, varied: int | None, where: Callable[[], str]) -> None:
+    def __init__(
+        self, varied: int | None, where: Callable[[], str], seed: Callable[[int], None]
+    ) -> None:
         super().__init__()
-        self._varied, self._where = varied, where
+        self._varied, self._where, self._seed = varied, where, seed
         self._exits = ExitStack()
         self.found: dict[str, Any] = {"made": [], "rows": None, "others": {}}
 
@@ -66,7 +70,7 @@ class Sources(TorchFunctionMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if name in _MAKING:
+        if name in _MAKING and "generator" not in (kwargs or {}):
             self._record(name, result)
         return result
 
@@ -87,6 +91,7 @@ class Sources(TorchFunctionMode):
             if self._varied == len(made) - 1:
                 for place in range(VARIED_ROWS):
                     _vary(leaf, (2 * place + 1) * len(leaf) // (2 * VARIED_ROWS))
+            self._seed(len(made))
 
 
 def _vary(values: Any, row: int) -> None:

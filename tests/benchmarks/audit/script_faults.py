@@ -413,6 +413,15 @@ FAULTS: dict[str, Script] = {
 }
 
 CORRECT: dict[str, Script] = {
+    "inputs of random lengths": Script(
+        {
+            "data": (
+                "lengths = torch.randint(2, 13, (400,))\n"
+                "rows = [torch.randn(n) for n in lengths.tolist()]\n"
+                "inputs = torch.stack([nn.functional.pad(r, (0, 12 - len(r))) for r in rows])"
+            )
+        }
+    ),
     "Opacus's hooks": Script(
         {
             _LOSS: "nn.functional.cross_entropy(model(inputs), labels, reduction='none')",
