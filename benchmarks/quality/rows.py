@@ -33,15 +33,12 @@ ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
     (_settings(_TWO, 4, 32, 2), ("low_communication",)),
     (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
-    (_settings(_TASKS, 4, 6, 2), _HOOKS),
-    (_settings(_TWO, 2, 6, 2), ("low_communication:bits=0.06",)),
-    (_settings(["python"], 16, 6, 2), ("low_communication:bits=0.12",)),
+    (_settings(["c", "images"], 4, 6, 2), _HOOKS),
+    (_settings(["python"], 2, 6, 2), ("low_communication:bits=0.06",)),
     (_settings(["images"], 8, 6, 2), (_SIGNS,)),
     (_settings(["python"], 4, 6, 2), _WARNINGS),
-    (_settings(["python_small"], 4, 6, 20), ("low_communication", _MUON, *_ROUNDS)),
+    (_settings(["python_small"], 4, 6, 20), ("low_communication", *_ROUNDS)),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
-    (_settings(["python_small"], 64, 2, 20), ("low_communication:bits=0.12",)),
-    (_settings(["python_small"], 4, 2, 20), ("low_communication:bits=0.0073",)),
 )
 """Settings, and the methods that are trained in each of them in addition to the controls."""
 
