@@ -142,7 +142,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
         """
         self._raw.refuse()
         self._require_same_trained()
-        self.witness.look(at_all=False)
+        self.witness.look(before="backward")
         self._set_transform()
         self._tickets.admit(self.gradients.samples_in(batch), batch)
         try:
@@ -217,7 +217,7 @@ class DPOptimizer(Settled, WrappingOptimizer):
                 f"noise is for {self.mechanism.max_grad_norm:g}: make the arguments gradients and "
                 "mechanism with the same max_grad_norm"
             )
-        self.witness.look(at_all=False)
+        self.witness.look(before="step")
         clipped = self.gradients.take()
         clipped.require_bounded(self.mechanism.max_grad_norm)
         self._tickets.finish(clipped.samples + clipped.not_finite)

@@ -50,7 +50,6 @@ from comm_hooks.optim.private.gradients.model_checks import (
 from comm_hooks.optim.private.gradients.per_sample import PerSampleGradients
 from comm_hooks.optim.private.noise.mechanism import GaussianMechanism, NoiseKind
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
-from comm_hooks.optim.private.witness import Witness
 from comm_hooks.registered_model import RegisteredModel
 from comm_hooks.requirements import require_choice, require_kind, require_within
 
@@ -116,7 +115,7 @@ class PrivacyEngine:
         # Of the last kind of step; computed anew for another kind.
         self._steps_left: dict[GaussianEvent, int] = {}
         self._most_units = 0
-        self._witnesses: weakref.WeakSet[Witness | PrivateParticipation] = weakref.WeakSet()
+        self.witnesses: weakref.WeakSet[Any] = weakref.WeakSet()  # with look(), before an epsilon
 
     def make_private(
         self,
@@ -218,7 +217,7 @@ class PrivacyEngine:
         )
         exchange.owner = private
         private.witness.watch(gradients.parameters, module)
-        self._witnesses.add(private.witness)
+        self.witnesses.add(private.witness)
         return module, private, loader
 
     def make_private_with_epsilon(
@@ -329,7 +328,7 @@ class PrivacyEngine:
         )
         enter = self._entry(lambda: event, [participation.releases], participation.of_model)
         resettle(participation, "enter", enter)
-        self._witnesses.add(participation)
+        self.witnesses.add(participation)
         return participation
 
     def account(
@@ -385,7 +384,7 @@ class PrivacyEngine:
         require_choice(self, "observer", observer, ("model", "checkpoint", "rank"))
         require_delta(delta)
         self._require_small(delta)
-        for witness in self._witnesses:
+        for witness in self.witnesses:
             witness.look()
         return self.accountant.epsilon(seen_by(observer, self._history()), delta)
 

@@ -21,6 +21,7 @@ from comm_hooks.optim.private.noise.mechanism import GaussianMechanism
 from comm_hooks.optim.private.noise.placement import Place, require_known_variance
 from comm_hooks.optim.private.noise.secret import Unrepeatable
 from comm_hooks.optim.private.optimizers.descent import NoisedOptimizer
+from comm_hooks.optim.private.witness import WRITTEN
 from comm_hooks.requirements import require_choice, require_kind, require_within
 from comm_hooks.warnings import warn_program
 from comm_hooks.wire.checksum import fingerprint
@@ -167,8 +168,10 @@ class RankLevel(Settled, Unrepeatable):
         self._elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self._padding = padding_rows(module)
         self._module, self._own = module, set(module.parameters())
-        self._buffers = {n: int(fingerprint([b])) for n, b in module.named_buffers()}
         self._all_buffers = int(fingerprint([*module.buffers()]))
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._fixed = self._fingerprints_of_fixed()
+        self.engine.witnesses.add(self)
         one = GaussianEvent(self.noise_multiplier / 2, 1.0)
         event = mechanism.verdict.recorded(one, self.placement)
         self._enter = self.engine.account(
@@ -239,18 +242,30 @@ class RankLevel(Settled, Unrepeatable):
             if weight.grad is not None:
                 weight.grad[row] = 0
 
+    def look(self) -> None:
+        """Warn if buffers or frozen parameters have changed since :meth:`attach`."""
+        if self._changed():
+            warn_program(WRITTEN)
+
     def _require_same_buffers(self) -> None:
-        # Their values: DDP writes them anew before each pass, and batch norm uncounted.
         if int(fingerprint([*self._module.buffers()])) == self._all_buffers:
             return
-        now = {n: int(fingerprint([b])) for n, b in self._module.named_buffers()}
-        changed = [n for n, value in now.items() if self._buffers.get(n) != value]
-        if changed:
+        if changed := self._changed():
             raise PrivacyError(
                 f"RankLevel: the forward pass has changed {', '.join(changed)}: statistics of a "
                 "rank's data, which DDP sends and which leave with the model, without noise. Use "
                 "GroupNorm or LayerNorm, track_running_stats=False, or eval() for their modules"
             )
+
+    def _changed(self) -> list[str]:
+        now = self._fingerprints_of_fixed()
+        return [name for name, value in now.items() if self._fixed.get(name) != value]
+
+    def _fingerprints_of_fixed(self) -> dict[str, int]:
+        # Values: DDP writes buffers anew before each pass, and batch norm uncounted.
+        frozen = ((f"frozen parameter {i}", p) for i, p in enumerate(self._frozen))
+        fixed = [*self._module.named_buffers(), *((n, p) for n, p in frozen if not p.requires_grad)]
+        return {name: int(fingerprint([tensor])) for name, tensor in fixed}
 
     def _tell_epsilon(self) -> None:
         epsilons = [

@@ -4,7 +4,7 @@ import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ WRITTEN = (
     "or an average of earlier weights does"
 )
 _random = random.SystemRandom()
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _witnesses: Any = WeakIdKeyDictionary()
 """The witness of each parameter, which lives as long as one of its parameters."""
 
@@ -27,10 +28,10 @@ _witnesses: Any = WeakIdKeyDictionary()
 class Witness:
     """Warns, once, if something else has written to a model since the last private step.
 
-    1. Buffers and frozen parameters must have the values that they had at the first step.
-    2. Trained parameters must have the version that they had after the last step, since when they
-       may have been written to in ways that count; and the values, after the first two steps and
-       one of 64 others.
+    1. Trained parameters must have the versions and the bits that they had after the last step:
+       a sum of all bits, which any change of one element changes.
+    2. Buffers and frozen parameters must have the values that they had at the first step; looked
+       at after the first two steps, one of 64 others and at the end.
 
     It lives as long as the model does, or until another training of it begins.
     """
@@ -40,7 +41,7 @@ class Witness:
         self._module: weakref.ref[nn.Module] | None = None
         self._versions: list[int] | None = None
         self._fixed: list[int] = []
-        self._values: list[int] = []
+        self._bits: list[int] = []
         self._steps = 0
         self._is_over = False
 
@@ -65,24 +66,24 @@ class Witness:
         if self._versions is None:
             self._fixed = self._fingerprints_of_fixed()
         self._versions = [parameter._version for parameter in trained]
-        is_due = self._steps < 2 or not _random.randrange(RATE)
-        self._values = _fingerprints(trained) if is_due else []
+        self._bits = _bits(trained)
         self._steps += 1
 
-    def look(self, *, at_all: bool = True) -> None:
+    def look(self, before: Literal["backward", "step", "the end"] = "the end") -> None:
         """Warn if the model has changed since :meth:`note`.
 
         Args:
-            at_all: whether to look at buffers and frozen parameters if it is not their turn.
+            before: what comes next; before most steps only versions are read.
         """
         trained = self._trained()
         is_alive = len(trained) == len(self._parameters)
         if self._versions is None or self._is_over or not is_alive:
             return
+        is_due = before == "the end" or self._steps < 3 or not _random.randrange(RATE)
         if (
             [parameter._version for parameter in trained] != self._versions
-            or (self._values and _fingerprints(trained) != self._values)
-            or ((at_all or self._values) and self._fingerprints_of_fixed() != self._fixed)
+            or ((is_due or before == "backward") and _bits(trained) != self._bits)
+            or (is_due and self._fingerprints_of_fixed() != self._fixed)
         ):
             self._warn(WRITTEN)
 
@@ -117,12 +118,21 @@ class Witness:
             return self._fixed
         trained = {id(parameter) for parameter in self._trained()}
         every = (*module.parameters(), *module.buffers())
-        return _fingerprints(tensor for tensor in every if id(tensor) not in trained)
+        fixed = [tensor for tensor in every if id(tensor) not in trained]
+        return [int(fingerprint(part)) for part in _by_device(fixed)]
 
 
-def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a fingerprint for each device."""
-    of_device: dict[torch.device, list[torch.Tensor]] = {}
+def _bits(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the sum, modulo 2^32, of each tensor's elements, their bits taken for an integer."""
+    found: list[int] = []
+    for part in _by_device(tensors):
+        words = [tensor.detach().view(_WORDS[tensor.itemsize]) for tensor in part]
+        found += torch.stack([word.sum(dtype=torch.int32) for word in words]).tolist()
+    return found
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        of_device.setdefault(tensor.device, []).append(tensor)
-    return [int(fingerprint(part)) for part in of_device.values()]
+        parts.setdefault(tensor.device, []).append(tensor)
+    return list(parts.values())

@@ -220,7 +220,9 @@ def _check_twins(audit: ScriptAudit, runner: _Runner, reference: Run, unit: str)
     # Clients have no labels.
     kinds = [kind for kind in _KINDS if unit == "sample" or kind != "swapped"]
     early, late, never = choose(reference, len(reference.ranks))
-    wanted = [Plant(index, kind) for index in dict.fromkeys((late, early, None)) for kind in kinds]
+    # Clients keep what they were, so that changes of several add up.
+    indices = (late, early) if unit == "client" else (late, early, None)
+    wanted = [Plant(index, kind) for index in dict.fromkeys(indices) for kind in kinds]
     if never is not None:
         wanted.append(Plant(never, "absent"))
     done = runner(*(Variant(f"{p.name(unit)} {p.kind}", plant=p) for p in wanted))

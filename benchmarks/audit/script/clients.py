@@ -33,9 +33,8 @@ class Clients:
         release: Callable[..., None],
         conclude: Callable[[LocalRounds], None],
     ) -> None:
-        self._planted = planted
-        self._index: int | None = None  # of the changed client of this round
-        self._rounds = 0
+        self._index = planted.index if planted is not None else None
+        self._kind = planted.kind if planted is not None else ""
         self._rank, self._release, self._after_round = rank, release, conclude
         self.playing = False
         self._drawn: list[int] = []
@@ -50,19 +49,12 @@ class Clients:
             "round": self._conclude,
         }
 
-    @property
-    def _kind(self) -> str:
-        return self._planted.kind if self._planted else ""
-
     def _turns(
         self, method: Callable[..., Any], participation: Any, round_index: int, transport: Any
     ) -> list[list[int | None]]:
         turns = method(participation, round_index, transport)
         drawn = sorted(c for turn in turns for c in turn if c is not None)
         self._drawn, self._messages, self._noise, self.playing = drawn, None, [], True
-        self._rounds += 1
-        place = self._planted.place(self._rounds, drawn) if self._planted else None
-        self._index = None if place is None else drawn[place]
         if self._kind == "absent":
             drawn = [client for client in drawn if client != self._index]
         return deal(drawn, transport.world_size)

@@ -39,7 +39,7 @@ class Plant:
     kind: Kind
 
     def name(self, unit: str) -> str:
-        """Return the name of the sample (or other unit) for messages."""
+        """Return the name of the sample (or client) for messages."""
         return f"one {unit} of a batch" if self.index is None else f"{unit} {self.index}"
 
     def place(self, step: int, drawn: Sequence[int]) -> int | None:

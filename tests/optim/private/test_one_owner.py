@@ -111,8 +111,8 @@ def test_writing_between_steps_is_noticed(how: str, when: str) -> None:
         step(True)
 
 
-@pytest.mark.parametrize("how", ["a frozen one", "a buffer"])
-def test_what_no_step_changes_is_looked_at_with_epsilon(how: str) -> None:
+@pytest.mark.parametrize("how", ["a frozen one", "a buffer", "p.data"])
+def test_all_is_looked_at_with_epsilon(how: str) -> None:
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine, model=Centred())
     with mock.patch.object(witness, "RATE", 10**9):
