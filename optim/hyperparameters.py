@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 
-from comm_hooks.requirements import (
-    in_one_line,
-    refuse,
-    require_flag,
-    require_within,
-)
+from comm_hooks.requirements import in_one_line, refuse, require_flag, require_within
 
 _FLAGS = ("bias_correction", "maximize", "nesterov")
 

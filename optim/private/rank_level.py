@@ -253,8 +253,7 @@ class RankLevel(Settled, Unrepeatable):
         if changed := self._changed():
             raise PrivacyError(
                 f"RankLevel: the forward pass has changed {', '.join(changed)}: statistics of a "
-                "rank's data, which DDP sends and which leave with the model, without noise. Use "
-                "GroupNorm or LayerNorm, track_running_stats=False, or eval() for their modules"
+                "rank's data, which DDP sends, without noise. Use GroupNorm, LayerNorm or eval()"
             )
 
     def _changed(self) -> list[str]:
@@ -263,8 +262,8 @@ class RankLevel(Settled, Unrepeatable):
 
     def _fingerprints_of_fixed(self) -> dict[str, int]:
         # Values: DDP writes buffers anew before each pass, and batch norm uncounted.
-        frozen = ((f"frozen parameter {i}", p) for i, p in enumerate(self._frozen))
-        fixed = [*self._module.named_buffers(), *((n, p) for n, p in frozen if not p.requires_grad)]
+        frozen = [(f"frozen {i}", p) for i, p in enumerate(self._frozen) if not p.requires_grad]
+        fixed = [*self._module.named_buffers(), *frozen]
         return {name: int(fingerprint([tensor])) for name, tensor in fixed}
 
     def _tell_epsilon(self) -> None:

@@ -66,11 +66,7 @@ class _EngineState:
         return int(self._state.round_index if self.unit == "round" else self._engine.global_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **self._state.state_dict(),
-            self.unit: self.now,
-            "exchanged_by": self._exchanged_by,
-        }
+        return {**self._state.state_dict(), self.unit: self.now, "exchanged_by": self._exchanged_by}
 
     @property
     def _exchanged_by(self) -> str:

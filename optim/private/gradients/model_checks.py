@@ -135,10 +135,9 @@ def unchanged_modules(trained: Iterable[torch.Tensor]) -> Iterator[None]:
     if changed:
         raise PrivacyError(
             "a client's turn has changed what its rounds do not train: "
-            f"{', '.join(sorted(changed))}. This would be published with the model, without noise. "
-            "For running statistics use GroupNorm or LayerNorm, track_running_stats=False, or "
-            "eval() for their modules; give all parameters that train to the optimizer of the "
-            "rounds, or restore a client's own ones at the end of its turn"
+            f"{', '.join(sorted(changed))}. It would be published without noise. Give the rounds "
+            "all parameters that train, restore a client's own ones at the end of its turn, and "
+            "use GroupNorm or LayerNorm, or eval() for modules with running statistics"
         )
 
 
@@ -148,8 +147,8 @@ def unwritten(model: nn.Module, *, in_first_pass: bool = False) -> Iterator[None
 
     Args:
         model: the model, whose buffers are restored.
-        in_first_pass: whether to compare and restore the values of parameters, too; some modules
-            initialize themselves by their first inputs.
+        in_first_pass: whether to compare and restore values of parameters, too, which some modules
+            initialize by their first inputs.
 
     Raises:
         PrivacyError: at the end of the context, if a buffer or parameter was written to.
@@ -246,10 +245,8 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda module: (
             isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         ),
-        "batch normalization mixes the samples of a batch, so that clipping does not bound their "
-        "influence",
-        "Use GroupNorm or LayerNorm; replace_batch_norm(model) makes GroupNorms; or eval() for "
-        "these modules",
+        "batch normalization mixes samples, so that clipping does not bound their influence",
+        "Use GroupNorm (replace_batch_norm(model) makes it) or LayerNorm, or eval() for them",
     ),
     (
         lambda module: module.training and getattr(module, "running_mean", None) is not None,

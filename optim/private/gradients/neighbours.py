@@ -8,9 +8,7 @@ PER_BIT = 6  # batches for each bit of a row's number
 _EXTREME = 1e3
 
 
-def neighbours(
-    leaves: Sequence[torch.Tensor],
-) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+def neighbours(leaves: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Yield rows that are kept, and a batch in which all other rows are replaced.
 
     Each bit of a row's number splits the rows into kept and others, and the other way round: so

@@ -114,10 +114,7 @@ def _accepted(laplace: Integers, scale: int, generator: np.random.Generator) -> 
     """
     whole, rest = np.divmod(np.abs(np.abs(laplace) - scale), scale)
     taken = _happens(rest**2, 2 * scale**2, generator)
-    for times, numerators, denominator in (
-        (whole**2, np.ones_like(rest), 2),
-        (whole, rest, scale),
-    ):
+    for times, numerators, denominator in ((whole**2, np.ones_like(rest), 2), (whole, rest, scale)):
         left = np.flatnonzero(taken & (times > 0))
         done = 0
         while left.size:
