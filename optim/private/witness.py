@@ -41,7 +41,7 @@ class Witness:
         self._module: weakref.ref[nn.Module] | None = None
         self._versions: list[int] | None = None
         self._fixed: list[int] = []
-        self._bits: list[int] = []
+        self._bits: list[torch.Tensor] = []
         self._steps = 0
         self._is_over = False
 
@@ -76,13 +76,12 @@ class Witness:
             before: what comes next; before most steps only versions are read.
         """
         trained = self._trained()
-        is_alive = len(trained) == len(self._parameters)
-        if self._versions is None or self._is_over or not is_alive:
+        if self._versions is None or self._is_over or len(trained) < len(self._parameters):
             return
         is_due = before == "the end" or self._steps < 3 or not _random.randrange(RATE)
         if (
             [parameter._version for parameter in trained] != self._versions
-            or ((is_due or before == "backward") and _bits(trained) != self._bits)
+            or ((is_due or before == "backward") and _read(_bits(trained)) != _read(self._bits))
             or (is_due and self._fingerprints_of_fixed() != self._fixed)
         ):
             self._warn(WRITTEN)
@@ -117,18 +116,20 @@ class Witness:
         if module is None:
             return self._fixed
         trained = {id(parameter) for parameter in self._trained()}
-        every = (*module.parameters(), *module.buffers())
-        fixed = [tensor for tensor in every if id(tensor) not in trained]
+        fixed = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in trained]
         return [int(fingerprint(part)) for part in _by_device(fixed)]
 
 
-def _bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the sum, modulo 2^32, of each tensor's elements, their bits taken for an integer."""
-    found: list[int] = []
-    for part in _by_device(tensors):
-        words = [tensor.detach().view(_WORDS[tensor.itemsize]) for tensor in part]
-        found += torch.stack([word.sum(dtype=torch.int32) for word in words]).tolist()
-    return found
+def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, by device, the sums of tensors' elements, their bits taken for integers, mod 2^32."""
+    return [
+        torch.stack([t.detach().view(_WORDS[t.itemsize]).sum(dtype=torch.int32) for t in part])
+        for part in _by_device(tensors)
+    ]
+
+
+def _read(sums: Sequence[torch.Tensor]) -> list[list[int]]:
+    return [part.tolist() for part in sums]  # waits for an accelerator
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

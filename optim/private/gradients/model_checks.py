@@ -114,8 +114,7 @@ def unchanged_modules(trained: Iterable[torch.Tensor]) -> Iterator[None]:
 
     # Fingerprints, since neither batch norm's kernels nor writes to p.data count as writes.
     def values(module: nn.Module) -> dict[str, torch.Tensor]:
-        own = [(name, tensor) for name, tensor in _own(module) if id(tensor) not in may_change]
-        return {name: fingerprint([tensor]) for name, tensor in own}
+        return {n: fingerprint([t]) for n, t in _own(module) if id(t) not in may_change}
 
     def note(module: nn.Module, arguments: object) -> None:
         if module not in before:
