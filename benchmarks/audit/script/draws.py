@@ -123,7 +123,7 @@ class Draws:
         planted = self._planted
         if planted is None or (planted.index is None and number % world_size != rank):
             return indices
-        place = planted.place(number, drawn)
+        place = planted.place(number // world_size, drawn)
         if place is None:
             return indices
         left, index, right = indices[:place], indices[place], indices[place + 1 :]

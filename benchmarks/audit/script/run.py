@@ -144,10 +144,8 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
             )
     for rank, record in enumerate(records):
         if record is not None and record["error"]:
-            message, refused = (
-                f"{job.script} failed {on[rank]}: {record['error']}",
-                record["refused"],
-            )
+            message = f"{job.script} failed {on[rank]}: {record['error']}"
+            refused = record["refused"]
             if record["replaced"] and refused is None:
                 refused = f"{message}, after it has replaced {', '.join(record['replaced'])}"
             raise ScriptFailed(message, record["trace"], refused)

@@ -342,6 +342,45 @@ BLOCK = {
 }
 
 
+def warned_of_writes() -> dict[str, list[str]]:
+    """Train with a frozen layer and a buffer, write after the last step, and ask for epsilon."""
+    found = {}
+    for what in ("nothing", "a frozen parameter", "a buffer", "thawed"):
+
+        def net() -> nn.Module:
+            made = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+            made[0].requires_grad_(False)
+            made.center = nn.Buffer(torch.zeros(3))
+            return made
+
+        model, private = private_model(1.0, net=net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if what == "a frozen parameter":
+            model.module[0].weight.data[dist.get_rank()] += 1.0
+        elif what == "a buffer":
+            model.module.center.data += 1.0
+        elif what == "thawed":
+            model.module[0].requires_grad_(True)
+            model.module[0].weight.data += 1.0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            private.engine.get_epsilon(1e-5)
+        found[what] = [str(each.message) for each in seen]
+    return found
+
+
+def test_what_no_step_changes_is_compared_with_epsilon(ranks_of: RanksOf) -> None:
+    for found in ranks_of(RANKS).run(warned_of_writes):
+        assert found["nothing"] == found["thawed"] == []
+        for what in ("a frozen parameter", "a buffer"):
+            (message,) = found[what]
+            assert "parameters or buffers have changed since the last private step" in message
+
+
 def in_deepspeed(stage: int, dtype: str) -> tuple[float, float, int]:
     from tests.frameworks.deepspeed.common import config, engine_of, loss_of, net
 
