@@ -7,7 +7,7 @@ from benchmarks.quality.runs import with_controls
 from benchmarks.quality.settings import Setting
 
 _TASKS = "python", "c", "images", "prose"
-_UNTUNED = "perl", "perl_gru"
+_UNTUNED = "perl", "perl_gru", "perl_experts"
 """Tasks that no constant of a method was chosen on."""
 _TWO = "python", "images"
 _SIGNS = "sign+local_variance_adam"

@@ -52,6 +52,13 @@ PRESETS: Mapping[str, Preset] = {
         460_800,
         16e-3,
     ),
+    "perl_experts": Preset(
+        "Perl source, GPT of experts",
+        "gpt_text",
+        {"text": "perl", **_GPT, "layers": 2, "width": 96, "experts": 4},
+        _CONTEXT,
+        699_840,
+    ),
     "prose": Preset(
         "English prose, LSTM", "gpt_text", {"text": "prose", **_LSTM}, _CONTEXT, 592_384, 16e-3
     ),

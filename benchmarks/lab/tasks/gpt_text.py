@@ -37,6 +37,7 @@ def gpt_text(
     width: int = GPTConfig.width,
     heads: int = GPTConfig.heads,
     context: int = GPTConfig.context,
+    experts: int = GPTConfig.experts,
     eval_windows: int = 128,
 ) -> Task:
     """Return the task: predict each byte of a text from those before it.
@@ -58,12 +59,19 @@ def gpt_text(
         width: of its hidden states.
         heads: of a GPT's attention; a divisor of ``width``.
         context: bytes that it sees.
+        experts: MLPs of each block of a GPT, of which each token has two.
         eval_windows: held-out windows it is judged on, spread evenly, if there are so many.
 
     Raises:
         ValueError: for values out of range, unknown names, and text that is missing or too short.
     """
-    sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
+    sizes = {
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "context": context,
+        "experts": experts,
+    }
     for name, value in {**sizes, "eval_windows": eval_windows}.items():
         if value < 1:
             raise ValueError(f"gpt_text: {name} must be at least 1, got {value!r}")

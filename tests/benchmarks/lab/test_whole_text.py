@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lab.corpus import shard_bounds
-from benchmarks.lab.model import GPT, GPTConfig
+from benchmarks.lab.model import GPT, Experts, GPTConfig
 from benchmarks.lab.runs import Settings
 from benchmarks.lab.tasks.whole_text import whole_text
 from benchmarks.lab.training import batch_generator
@@ -21,6 +21,16 @@ def test_the_default_model_is_the_one_that_figures_are_quoted_for() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig())
     assert sum(parameter.numel() for parameter in model.parameters()) == 4_831_232
+
+
+def test_each_token_has_the_weighted_outputs_of_its_best_two_experts() -> None:
+    torch.manual_seed(0)
+    layer, x = Experts(width=8, experts=4), torch.randn(2, 3, 8)
+    mixed = layer(x)
+    for place in ((b, t) for b in range(2) for t in range(3)):
+        scores, chosen = layer.router(x[place]).topk(2)
+        outputs = torch.stack([layer.experts[number](x[place]) for number in chosen.tolist()])
+        torch.testing.assert_close(mixed[place], scores.softmax(-1) @ outputs)
 
 
 def test_a_prediction_depends_on_what_came_before_and_not_on_what_follows() -> None:
