@@ -85,8 +85,9 @@ class Tuning:
        at the best rate so far.
     2. More of the variant that leads, while its best rate does not lie between two others.
     3. A run for each seed with the best settings.
-    4. The same with other settings whose loss on the first seed is better than that mean. The best
-       mean counts: luck of the first seed, near divergence above all, does not decide.
+    4. The same with other settings whose loss on the first seed is better than that mean, and,
+       where asked for, with the rates beside the best. The best mean counts: luck of the first
+       seed, near divergence above all, does not decide.
 
     The next runs follow from the runs so far, so an experiment can be interrupted, widened and
     continued. The best settings are those of the smallest loss at the end, on validation data if
@@ -99,12 +100,15 @@ class Tuning:
         factor: between neighbouring learning rates.
         more: tries in a search beyond those while the best is the largest or smallest; by default
             as many again.
+        beside: whether the rates beside the best have a run for each seed, too, so that the best
+            mean lies between two others.
     """
 
     tries: int
     seeds: Sequence[int]
     factor: float = FACTOR
     more: int | None = None
+    beside: bool = False
 
     def next(self, method: Method, runs: RunStore) -> list[RunSpec]:
         """Return the runs that can be made now; none when the method is done."""
@@ -117,6 +121,8 @@ class Tuning:
         if len(leader) == len(self.seeds):
             bound = _mean(leader)
             chosen = [run for run in tried if run.score < bound]
+            if self.beside:
+                chosen += _neighbours(leader[0], tried)
         elif best.failure:
             return []
         specs = [replace(run.spec, seed=seed) for run in chosen for seed in self.seeds]
@@ -231,6 +237,14 @@ class Tuning:
 def variant_of(run: Run) -> Tuned:
     """Return the settings of a run, without the learning rate."""
     return {key: value for key, value in run.settings.items() if key != "lr"}
+
+
+def _neighbours(best: Run, tried: Sequence[Run]) -> list[Run]:
+    """Return the finished runs at the rates beside the best, with otherwise its settings."""
+    own = sorted((run for run in tried if variant_of(run) == variant_of(best)), key=_rate)
+    place = own.index(best)
+    beside = own[max(0, place - 1) : place] + own[place + 1 : place + 2]
+    return [run for run in beside if not run.failure]
 
 
 def _rate(run: Run) -> float:

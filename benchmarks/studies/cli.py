@@ -356,7 +356,7 @@ class Comparison:
                 f"Going on after {len(runs)} runs, kept in {runs.file}: remove it to begin anew"
             )
         tries, seeds = settings.get("tries", 1), range(settings["seeds"])
-        tuning = Tuning(tries, seeds, self.factor)
+        tuning = Tuning(tries, seeds, self.factor, beside=True)
         with Interruption() as interruption, Display(console, len(self.methods)) as display:
             for method in self.methods:
                 finished.append(self._run(method, tuning, runs, display))

@@ -24,15 +24,17 @@ SEEN, NOT_SEEN, REVERSED, OPEN = "seen", "not seen", "reversed", "open"
 _HEAD = f"""\
 # Verdicts on the papers' statements
 
-Each statement is that one method ends below another. Both have the same number of tries of their
-learning rate, and the settings with the best mean over all seeds, on data that are not reported.
+Each statement is that one method ends below another. Each has the settings with the best mean over
+all seeds, beside which smaller and larger learning rates had runs with all seeds: on validation
+data where the task has them, in the toy regression by the training loss that is reported.
 The difference is that of runs with the same seed, worse minus better, with its
 {CONFIDENCE:.0%} interval (Student's t) over at least {FEWEST_SEEDS} seeds:
 
 * **{SEEN}**: the interval lies above zero;
 * **{REVERSED}**: it lies below zero;
 * **{NOT_SEEN}**: it holds zero;
-* **{OPEN}**: fewer seeds, a run that diverged, or rates that were tuned on one run.
+* **{OPEN}**: fewer seeds, a run that diverged, rates that were tuned on one run, or more tries for
+  the method that ends below.
 
 Differences are in points of held-out error, or in loss; of a hundred verdicts a few are chance.
 `python -m benchmarks.studies.verdicts` makes this table and the verdicts of `docs/papers.md` from
@@ -53,7 +55,7 @@ class Verdict:
         seeds: of both methods.
         mean: of the differences, worse minus better; NaN where a run diverged.
         half: half the width of the confidence interval of the mean.
-        reason: why it is open.
+        reasons: why it is open.
     """
 
     claim: Claim
@@ -61,24 +63,31 @@ class Verdict:
     seeds: int
     mean: float
     half: float
-    reason: str = ""
+    reasons: Sequence[str] = ()
 
 
-def judge(claim: Claim, better: Sequence[float], worse: Sequence[float], tuned_on: int) -> Verdict:
+def judge(
+    claim: Claim,
+    better: Sequence[float],
+    worse: Sequence[float],
+    tuned_on: int,
+    tries: tuple[int, int],
+) -> Verdict:
     """Return the verdict on a claim.
 
     Args:
         claim: the claim.
         better, worse: the values of both methods, by seed.
         tuned_on: the number of seeds over which the settings of both were chosen.
+        tries: of their settings; 0 where a record does not have them.
 
     Example::
 
-        >>> claim = CLAIMS[0]
-        >>> judge(claim, [1.0, 1.1, 0.9, 1.0, 1.0], [2.0, 2.2, 1.9, 2.1, 2.0], tuned_on=5).word
+        >>> claim, better, worse = CLAIMS[0], [1.0, 1.1, 0.9, 1.0, 1.0], [2.0, 2.2, 1.9, 2.1, 2.0]
+        >>> judge(claim, better, worse, tuned_on=5, tries=(6, 6)).word
         'seen'
-        >>> judge(claim, [1.0, 1.1, 0.9], [2.0, 2.2, 1.9], tuned_on=3).reason
-        '3 seeds'
+        >>> judge(claim, better, worse, tuned_on=5, tries=(12, 6)).reasons
+        ['12 tries against 6']
     """
     gaps = [w - b for b, w in zip(better, worse, strict=False)]
     seeds, mean = len(gaps), statistics.mean(gaps or [math.nan])
@@ -86,13 +95,16 @@ def judge(claim: Claim, better: Sequence[float], worse: Sequence[float], tuned_o
     if seeds > 1 and math.isfinite(mean):
         quantile = student.ppf((1 + CONFIDENCE) / 2, seeds - 1)
         half = float(quantile) * statistics.stdev(gaps) / math.sqrt(seeds)
+    below, above = tries if mean > 0 else tries[::-1]
     reasons = [
         *[f"{seeds} seeds"] * (seeds < FEWEST_SEEDS),
         *["rates tuned on one run"] * (tuned_on < 2),
-        *["a run diverged"] * (not math.isfinite(mean)),
+        *["tries not recorded"] * (not all(tries)),
+        *[f"{below} tries against {above}"] * (all(tries) and below > above),
+        *["a run diverged"] * (seeds > 0 and not math.isfinite(mean)),
     ]
     if reasons:
-        return Verdict(claim, OPEN, seeds, mean, half, reasons[0])
+        return Verdict(claim, OPEN, seeds, mean, half, reasons)
     word = SEEN if mean > half else REVERSED if mean < -half else NOT_SEEN
     return Verdict(claim, word, seeds, mean, half)
 
@@ -119,7 +131,8 @@ class Records:
         better, tuned = self._find(claim, claim.better)
         worse, worse_tuned = self._find(claim, claim.worse)
         values = _values(better, claim.measure), _values(worse, claim.measure)
-        return judge(claim, *values, min(tuned, worse_tuned))
+        tries = len(better.get("tries", [])), len(worse.get("tries", []))
+        return judge(claim, *values, min(tuned, worse_tuned), tries)
 
     def _find(self, claim: Claim, entry: Entry) -> tuple[Mapping[str, Any], int]:
         folder = entry.folder or claim.folder
@@ -157,8 +170,9 @@ def make_table(verdicts: Sequence[Verdict]) -> str:
 def _row(verdict: Verdict) -> str:
     claim = verdict.claim
     labels = ", ".join(f"{key} {value}" for key, value in claim.better.labels.items())
-    gap = f"{verdict.mean:+.3g} ± {verdict.half:.2g}" if math.isfinite(verdict.half) else "-"
-    reason = f" ({verdict.reason})" if verdict.reason else ""
+    mean, half = round(verdict.mean, 6) + 0.0, round(verdict.half, 6)
+    gap = f"{mean:+.3g} ± {half:.2g}" if math.isfinite(half) else "-"
+    reason = f" ({', '.join(verdict.reasons)})" if verdict.reasons else ""
     return (
         f"| {claim.paper}, {claim.item} | {_title(claim.better)}; {_title(claim.worse)} | "
         f"`{claim.folder}`, {labels} | {verdict.seeds} | {gap} | {verdict.word}{reason} |"
@@ -196,7 +210,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     words = dict.fromkeys(verdict.word for verdict in verdicts)
     if len(words) == 1:
         (word,) = words
-        reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.reason)
+        reasons = dict.fromkeys(verdict.reasons[0] for verdict in verdicts if verdict.reasons)
         return f"**{word}**" + (f" ({', '.join(reasons)})" if reasons else "")
     return "; ".join(f"**{word}**: {_pairs(verdicts, word)}" for word in words)
 

@@ -34,13 +34,13 @@ FINITE = st.floats(-10, 10).map(lambda value: round(value, 3))
 
 @given(gaps=st.lists(FINITE, min_size=FEWEST_SEEDS, max_size=12, unique=True))
 def test_the_rule_is_a_paired_test(gaps: list[float]) -> None:
-    verdict = judge(CLAIM, [0.0] * len(gaps), gaps, tuned_on=len(gaps))
+    verdict = judge(CLAIM, [0.0] * len(gaps), gaps, tuned_on=len(gaps), tries=(6, 6))
     chance = ttest_1samp(gaps, 0.0).pvalue
     if abs(chance - 0.05) > 1e-6:
         assert (verdict.word == NOT_SEEN) == (chance > 0.05)
     assert verdict.word != SEEN or verdict.mean > 0
     assert verdict.word != REVERSED or verdict.mean < 0
-    other = judge(CLAIM, gaps, [0.0] * len(gaps), tuned_on=len(gaps))
+    other = judge(CLAIM, gaps, [0.0] * len(gaps), tuned_on=len(gaps), tries=(6, 6))
     swapped = {SEEN: REVERSED, REVERSED: SEEN, NOT_SEEN: NOT_SEEN}
     assert other.word == swapped[verdict.word]
 
@@ -48,26 +48,36 @@ def test_the_rule_is_a_paired_test(gaps: list[float]) -> None:
 def test_what_differs_by_seed_only_is_not_seen() -> None:
     """Unpaired, the same values would be far apart: each seed has its own difficulty."""
     seeds = [10.0, 20.0, 30.0, 40.0, 50.0]
-    assert judge(CLAIM, seeds, [seed + 1 for seed in seeds], tuned_on=5).word == SEEN
+    assert judge(CLAIM, seeds, [seed + 1 for seed in seeds], tuned_on=5, tries=(6, 6)).word == SEEN
     luck = [3.0, -2.0, 2.5, -3.0, 0.5]
     worse = [seed + gap for seed, gap in zip(seeds, luck, strict=True)]
-    assert judge(CLAIM, seeds, worse, tuned_on=5).word == NOT_SEEN
+    assert judge(CLAIM, seeds, worse, tuned_on=5, tries=(6, 6)).word == NOT_SEEN
 
 
 @pytest.mark.parametrize(
-    ("seeds", "tuned_on", "last", "reason"),
+    ("seeds", "tuned_on", "tries", "last", "reason"),
     [
-        (4, 4, 1.0, "4 seeds"),
-        (5, 1, 1.0, "rates tuned on one run"),
-        (5, 5, math.inf, "a run diverged"),
-        (0, 5, 1.0, "0 seeds"),
+        (4, 4, (6, 6), 1.0, "4 seeds"),
+        (5, 1, (6, 6), 1.0, "rates tuned on one run"),
+        (5, 5, (18, 6), 1.0, "18 tries against 6"),
+        (5, 5, (6, 0), 1.0, "tries not recorded"),
+        (5, 5, (6, 6), math.inf, "a run diverged"),
+        (0, 5, (6, 6), 1.0, "0 seeds"),
     ],
 )
-def test_open_claims_say_why(seeds: int, tuned_on: int, last: float, reason: str) -> None:
+def test_open_claims_say_why(
+    seeds: int, tuned_on: int, tries: tuple[int, int], last: float, reason: str
+) -> None:
     worse = [*[1.0 + 0.01 * i for i in range(seeds - 1)], last][:seeds]
-    verdict = judge(CLAIM, [0.0] * seeds, worse, tuned_on)
-    assert (verdict.word, verdict.reason) == (OPEN, reason)
+    verdict = judge(CLAIM, [0.0] * seeds, worse, tuned_on, tries)
+    assert (verdict.word, verdict.reasons) == (OPEN, [reason])
     assert summary([verdict]) == f"**open** ({reason})"
+
+
+def test_more_tries_for_the_method_that_ends_above_do_not_matter() -> None:
+    gaps = [1.0, 1.1, 0.9, 1.0, 1.2]
+    assert judge(CLAIM, [0.0] * 5, gaps, tuned_on=5, tries=(6, 18)).word == SEEN
+    assert judge(CLAIM, gaps, [0.0] * 5, tuned_on=5, tries=(6, 18)).word == OPEN
 
 
 def kept(folder: Path, **record: Any) -> Records:
@@ -78,7 +88,8 @@ def kept(folder: Path, **record: Any) -> Records:
 
 def test_records_decide(tmp_path: Path) -> None:
     def method(name: str, errors: list[float]) -> dict[str, Any]:
-        return {"name": name, "labels": {"sigma": 1, "K": 3}, "errors": errors}
+        tries = [{"lr": 0.1}, {"lr": 0.2}]
+        return {"name": name, "labels": {"sigma": 1, "K": 3}, "errors": errors, "tries": tries}
 
     errors = [0.10, 0.11, 0.12, 0.10, 0.11]
     methods = [method("new", errors), method("old", [e + 0.02 for e in errors])]
@@ -105,7 +116,7 @@ def test_a_verdict_by_hand_is_overwritten() -> None:
 
 | Table 1 | new is better | repeated small; **seen** | `study` |
 """
-    verdict = judge(CLAIM, [1.0] * 5, [0.9, 1.1, 1.0, 0.8, 1.2], tuned_on=5)
+    verdict = judge(CLAIM, [1.0] * 5, [0.9, 1.1, 1.0, 0.8, 1.2], tuned_on=5, tries=(6, 6))
     fixed = with_verdicts(page, [verdict])
     assert fixed == page.replace("**seen**", "**not seen**", 1)
     assert with_verdicts(fixed, [verdict]) == fixed
@@ -114,8 +125,8 @@ def test_a_verdict_by_hand_is_overwritten() -> None:
 
 
 def test_an_item_with_several_verdicts_names_the_methods() -> None:
-    seen = judge(CLAIM, [0.0] * 5, [1.0, 1.1, 0.9, 1.0, 1.2], tuned_on=5)
-    reversed_ = judge(CLAIM, [1.0, 1.1, 0.9, 1.0, 1.2], [0.0] * 5, tuned_on=5)
+    seen = judge(CLAIM, [0.0] * 5, [1.0, 1.1, 0.9, 1.0, 1.2], tuned_on=5, tries=(6, 6))
+    reversed_ = judge(CLAIM, [1.0, 1.1, 0.9, 1.0, 1.2], [0.0] * 5, tuned_on=5, tries=(6, 6))
     assert summary([seen, seen]) == "**seen**"
     mixed = "**seen**: new at sigma 1 before old; **reversed**: new at sigma 1 before old"
     assert summary([seen, reversed_]) == mixed

@@ -146,6 +146,23 @@ def by_twos(tries: int = 3, seeds: Sequence[int] = range(3)) -> Tuning:
     return Tuning(tries, seeds, factor=2.0, more=4)
 
 
+@given(luck=st.lists(st.floats(0.0, 2.0), min_size=27, max_size=27))
+def test_the_best_mean_lies_between_two_others_where_that_is_asked_for(luck: list[float]) -> None:
+    def loss(settings: Tuned, seed: int) -> float:
+        place = round(math.log2(settings["lr"]))
+        return abs(place) + luck[3 * (place % 9) + seed]
+
+    outcome, runs = tune(method_of(loss, start=1.0), Tuning(5, range(3), factor=2.0, beside=True))
+    means = {
+        run.settings["lr"]: sum(loss(run.settings, seed) for seed in range(3)) / 3
+        for run in runs
+        if run.seed == 2
+    }
+    rates, chosen = sorted(means), outcome.settings["lr"]
+    assert means[chosen] == min(means.values())
+    assert rates[0] < chosen < rates[-1]
+
+
 @given(best=st.floats(1e-5, 10.0), tries=st.integers(1, 6), seeds=st.integers(1, 4))
 def test_every_method_is_tuned_by_the_same_rule_and_its_best_gets_all_seeds(
     best: float, tries: int, seeds: int
