@@ -134,8 +134,8 @@ def low_communication(
         eps: as in AdamW.
         weight_decay: decoupled weight decay, as in AdamW.
         total_steps: the number of steps of the training, if known: it then has at least twenty
-            rounds, and sends every element at least once on average.  If None, rounds of more
-            than 16 steps come with a warning that says how long an element waits.
+            rounds, of more than 16 steps only if every element is sent at least once on average.
+            If None, such rounds come with a warning that says how long an element waits.
         bits_per_parameter: the bits that a rank may send per parameter and step, on average.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, told by name from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
@@ -370,8 +370,8 @@ def plan_rounds(
 def _longest(total_steps: int) -> int:
     """Return the largest number of local steps for a training of this length.
 
-    A training has at least twenty rounds, and sends every element, which takes K / density steps
-    with K local steps: where it did not, 25 local steps ended worse than no exchange.
+    A training has at least twenty rounds.  With more than 16 local steps, K, it sends every
+    element, which takes K / density steps: 25 that did not ended worse than no exchange.
     """
     in_turn = int(_DENSITY * total_steps)
     return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))

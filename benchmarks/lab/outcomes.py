@@ -80,6 +80,7 @@ class Outcome:
         name, labels, note: of the method.
         tries: one run for all settings tried, on the first seed.
         runs: one run per seed, with the best of these settings.
+        others: the same with the best settings of each other variant, in most cases of one seed.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Outcome:
     note: str
     tries: list[Run]
     runs: list[Run]
+    others: Sequence[list[Run]] = ()
 
     @property
     def diverged(self) -> bool:

@@ -136,7 +136,12 @@ class Tuning:
         except _Missing:
             return None
         found = self._leader(tried, runs)
-        return Outcome(method.name, method.labels, method.note, tried, found)
+        others: dict[str, list[Run]] = {}
+        for run in tried:
+            if (variant := variant_of(run)) != variant_of(found[0]):
+                others.setdefault(str(variant), []).append(run)
+        led = [self._leader(own, runs) for own in others.values()]
+        return Outcome(method.name, method.labels, method.note, tried, found, led)
 
     def _tried(self, method: Method, runs: RunStore) -> list[Run]:
         """Return the runs of all settings on the first seed; raise _Missing for a missing one."""

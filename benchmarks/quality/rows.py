@@ -12,12 +12,11 @@ _UNTUNED = "perl", "perl_gru", "perl_experts"
 _TWO = "python", "images"
 _SIGNS = "sign+local_variance_adam"
 _HOOKS = "quantize:bits=2", "identity:bits=16", "powersgd", "count_sketch"
-_WARNINGS = "topk:density=1/64", "sign", "one_bit_adam", "count_sketch:ratio=0.017+safl"
+_WARNINGS = "topk:density=1/64", "sign"
 _MUON = "low_communication:muon=true"
 _ROUNDS = (
     "diloco:local_steps=30",
     "topk:density=1/64+sparse_loco:local_steps=30",
-    "mu_lo_co:local_steps=30",
 )
 
 

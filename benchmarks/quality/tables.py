@@ -4,11 +4,11 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.lab.outcomes import Outcome
-from benchmarks.lab.search import variant_of
 from benchmarks.quality.rows import ROWS
-from benchmarks.quality.runs import ADAMW, Found, bits_of, quality_of, same_optimizer
+from benchmarks.quality.runs import ADAMW, Controls, Found, bits_of, quality_of, same_optimizer
 from benchmarks.quality.settings import PRESETS, Setting
 
 ROOT = Path(__file__).parents[2]
@@ -82,10 +82,10 @@ def _losses(row: Row, found: Found) -> list[str]:
     return [f"{shown[0]}, {shown[1]}", f"{shown[2]}, {shown[3]}", shown[4]]
 
 
-def _kept(row: Row, found: Found) -> list[str]:
-    """Return the shares kept of all-reduce with the same optimizer, and with AdamW."""
+def _kept(row: Row, found: Found, between: Sequence[Controls] = ()) -> list[str]:
+    """Return the shares kept of all-reduce with the same optimizer, others, and AdamW."""
     setting, method = row
-    pairs = [same_optimizer(method), ADAMW]
+    pairs = [same_optimizer(method), *between, ADAMW]
     shares = [quality_of(setting, method, controls, found) for controls in pairs]
     return [str(share) if share else "-" for share in shares]
 
@@ -116,11 +116,17 @@ def _low_communication(found: Found) -> str:
     )
 
 
-def _methods(wanted: Callable[[Setting, str], bool], found: Found, second: str) -> str:
+def _methods(
+    wanted: Callable[[Setting, str], bool],
+    found: Found,
+    second: str,
+    between: Mapping[str, Controls] = MappingProxyType({}),
+) -> str:
     rows = _rows(wanted, found)
+    shares = " | ".join(f"kept, {name}" for name in ("same optimizer", *between, "AdamW"))
     return _table(
         f"method | bits | ranks | data, model | `all_reduce`{second} | `none`{second} | loss | "
-        "kept, same optimizer | kept, AdamW",
+        + shares,
         (
             [
                 f"`{row[1]}`",
@@ -128,7 +134,7 @@ def _methods(wanted: Callable[[Setting, str], bool], found: Found, second: str) 
                 f"{row[0].ranks}",
                 _place(row[0])[0],
                 *_losses(row, found),
-                *_kept(row, found),
+                *_kept(row, found, list(between.values())),
             ]
             for row in rows
         ),
@@ -139,7 +145,8 @@ _BOTH = " with the same optimizer, AdamW"
 
 
 def _signs(found: Found) -> str:
-    return _methods(lambda s, method: method == "sign+local_variance_adam", found, _BOTH)
+    laprop = {"LaProp": same_optimizer("low_communication")}
+    return _methods(lambda s, method: method == "sign+local_variance_adam", found, _BOTH, laprop)
 
 
 def _hooks(found: Found) -> str:
@@ -156,22 +163,23 @@ def _rounds(found: Found) -> str:
 
 
 def _optimizers(found: Found) -> str:
-    """All-reduce with four optimizers, each with its best learning rate on the first seed."""
-    names = {"all_reduce": "AdamW", "all_reduce+laprop": "LaProp"}
-    columns = [(name, beta1) for name in names for beta1 in (0.9, 0.8)]
+    """All-reduce with three optimizers, each with the learning rate of its best mean."""
+    columns = ("all_reduce", 0.9), ("all_reduce", 0.8), ("all_reduce+laprop", 0.8)
     rows = []
     for setting in sorted({setting for setting, _ in found}):
-        outcomes = {name: found[setting, name] for name in names if (setting, name) in found}
-        if len(outcomes) < len(names):
-            continue
-        best = [
-            min(run.loss for run in outcomes[name].tries if variant_of(run) == {"beta1": beta1})
-            for name, beta1 in columns
-        ]
-        shown = [f"{loss:.3f}" for loss in best]
-        rows.append([f"{setting.ranks}", *_place(setting), *shown])
-    header = " | ".join(f"{names[name]}, {beta1:g}" for name, beta1 in columns)
+        if all((setting, name) in found for name, _ in columns):
+            shown = [_mean(found[setting, name], beta1) for name, beta1 in columns]
+            rows.append([f"{setting.ranks}", *_place(setting), *shown])
+    header = "AdamW, 0.9 | AdamW, 0.8 | LaProp, 0.8"
     return _table(f"ranks | data, model | samples | tokens | {header}", rows)
+
+
+def _mean(outcome: Outcome, beta1: float) -> str:
+    """Return the mean loss with a momentum; a dash if only the best momentum has all seeds."""
+    for runs in [outcome.runs, *outcome.others]:
+        if runs[0].settings["beta1"] == beta1 and len(runs) == len(outcome.runs):
+            return f"{statistics.mean(run.loss for run in runs):.3f}"
+    return "-"
 
 
 def _readme(found: Found) -> str:
