@@ -29,7 +29,8 @@ class Method:
         labels: its differences to others of that name, such as a density.
         train: runs it with given settings and a seed; raises :class:`Diverged`.
         start: the first learning rate of the search.
-        variants: other settings. Each gets as many tries; a variant with a learning rate gets one.
+        variants: other settings, tried as :class:`~benchmarks.lab.search.Tuning` says; one with a
+            learning rate is tried as it is.
         note: a remark for readers of the table.
     """
 

@@ -220,7 +220,8 @@ def _pairs(verdicts: Sequence[Verdict], word: str) -> str:
     for verdict in verdicts:
         if verdict.word == word:
             claim = verdict.claim
-            place = next((f" at {k} {v}" for k, v in claim.better.labels.items()), "")
+            label, value = next(iter(claim.better.labels.items()), ("", ""))
+            place = f" ({label})" if value == "yes" else f" at {label} {value}" if label else ""
             by_better.setdefault(_title(claim.better) + place, []).append(_title(claim.worse))
     return "; ".join(f"{name} before {', '.join(others)}" for name, others in by_better.items())
 
