@@ -66,7 +66,12 @@ PRESETS: Mapping[str, Preset] = {
         "Fashion-MNIST, ViT", "fashion_mnist", {"model": "vit", **_IMAGES}, _PATCHES, 604_810, 2e-3
     ),
     "images_resnet": Preset(
-        "Fashion-MNIST, ResNet", "fashion_mnist", {"model": "resnet", **_IMAGES}, _PATCHES, 445_386
+        "Fashion-MNIST, ResNet",
+        "fashion_mnist",
+        {"model": "resnet", "width": 48, **_IMAGES},
+        _PATCHES,
+        251_098,
+        16e-3,
     ),
     "python_large": Preset(
         "Python source, GPT of 4.8 M",
