@@ -34,7 +34,6 @@ ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
     (_settings(["c", "images"], 4, 6, 2), _HOOKS),
     (_settings(["python"], 2, 6, 2), ("low_communication:bits=0.06",)),
-    (_settings(["images"], 8, 6, 2), (_SIGNS,)),
     (_settings(["python"], 4, 6, 2), _WARNINGS),
     (_settings(["python_small"], 4, 6, 20), ("low_communication", *_ROUNDS)),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
