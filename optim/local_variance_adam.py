@@ -63,8 +63,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
         params, lr, eps, weight_decay: see
             :class:`~comm_hooks.optim.exchanging.ExchangingOptimizer`.
         betas: decay rates of n and v_i.  Residuals act as a momentum, too, so the horizon of n
-            is half of AdamW's: 0.8 instead of 0.9 is worth 0.07 to 0.12 nats, with signs and with
-            top-k (``benchmarks/results/tried.md``).
+            is half of AdamW's: with 0.8 instead of 0.9 signs end lower by 0.016 to 0.045 nats,
+            exact means by 0.001 to 0.051 (``python -m benchmarks.quality``, four ranks, one seed).
         exchange: the exchange of momenta; with error feedback if its compressor is biased.
 
     State per parameter: ``exp_avg`` (n) and ``norm_sq`` (its part of q, float32 without a

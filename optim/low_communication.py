@@ -139,8 +139,8 @@ def low_communication(
         bits_per_parameter: the bits that a rank may send per parameter and step, on average.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, told by name from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
-            0.8.  Its displacements have few large elements: to reach the loss of all-reduce with
-            Muon takes more bits or more steps, though with fewer it still ends below AdamW.
+            0.8.  Its displacements have few large elements: it ends above all-reduce with Muon,
+            and below all-reduce with AdamW.
         process_group: the ranks; by default all of them.
         transport: how ranks reach each other, in place of a process group.
 
@@ -371,7 +371,7 @@ def _longest(total_steps: int) -> int:
     """Return the largest number of local steps for a training of this length.
 
     A training has at least twenty rounds.  With more than 16 local steps, K, it sends every
-    element, which takes K / density steps: 25 that did not ended worse than no exchange.
+    element, which takes K / density steps.
     """
     in_turn = int(_DENSITY * total_steps)
     return max(_SHORTEST, min(_LONGEST, total_steps // 20, max(_SAFE, in_turn)))

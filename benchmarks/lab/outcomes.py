@@ -147,7 +147,7 @@ class Outcome:
             "errors": self.errors,
             "mean_loss": None if None in losses else statistics.mean(self.losses),
             "losses": losses,
-            "training": [run.curve[-1].training for run in self.runs if run.curve],
+            "training": [run.curve[-1].training if run.curve else None for run in self.runs],
             "tries": [
                 {**run.settings, "score": run.score if math.isfinite(run.score) else None}
                 for run in self.tries

@@ -37,11 +37,12 @@ other at the best rate, and a search for it if it leads (factors of two, until t
 two others); then by the mean of all seeds where other settings are better on the first. Searches
 for fewer than 500 steps begin at a quarter of the usual rate, below a second valley. beta1 is
 0.8 or 0.9, AdamW's 0.9 or 0.95 where a method halves its horizon (`low_communication`,
-`local_variance_adam`); Muon has momentum 0.8 with beta1 0.8, or 0.95 with 0.9. All have a warm-up
-over a tenth of the steps, a cosine schedule unless said otherwise, and gradients clipped to norm 1.
-Each rank has another part of the text, or other classes (a Dirichlet split). "±" is half the
-distance between seeds; a share is left out where exchanging is worth less than thrice its own
-uncertainty. A learning rate with a † was the largest or smallest tried.
+`local_variance_adam`); Muon has momentum 0.8 with beta1 0.8, or 0.95 with 0.9, and always 0.8
+inside `low_communication`. All have a warm-up over a tenth of the steps, a cosine schedule unless
+said otherwise, and gradients clipped to norm 1. Each rank has another part of the text, or other
+classes (a Dirichlet split), the same for all seeds. "±" is half the distance between seeds; "-"
+stands where a control is missing, or exchanging is worth less than thrice its own uncertainty. A
+learning rate with a † was the largest or smallest tried.
 
 `python -m benchmarks.quality` makes this page, and runs what has no record in
 `benchmarks/results/quality/`. Methods are written as for `python -m benchmarks.compare --hooks`.
@@ -107,8 +108,10 @@ def _shares(setting: Setting, method: str, found: Found) -> str:
         return ""
     same, adamw = same_optimizer(method), quality_of(setting, method, ADAMW, found)
     kept = quality_of(setting, method, same, found)
-    shares = [f"**{kept}**" if kept else "", str(adamw) if adamw and same != ADAMW else ""]
-    return f" ({'; '.join(filter(None, shares))})" if any(shares) else ""
+    if not kept and not adamw:
+        return ""
+    second = [] if same == ADAMW else [str(adamw or "-")]
+    return f" ({'; '.join([f'**{kept}**' if kept else '-', *second])})"
 
 
 def _bits(outcomes: Sequence[Outcome]) -> str:

@@ -176,9 +176,11 @@ def _optimizers(found: Found) -> str:
 
 def _mean(outcome: Outcome, beta1: float) -> str:
     """Return the mean loss with a momentum; a dash if only the best momentum has all seeds."""
+    rates = [run.settings["lr"] for run in outcome.tries if run.settings["beta1"] == beta1]
     for runs in [outcome.runs, *outcome.others]:
         if runs[0].settings["beta1"] == beta1 and len(runs) == len(outcome.runs):
-            return f"{statistics.mean(run.loss for run in runs):.3f}"
+            is_at_edge = runs[0].settings["lr"] in (min(rates), max(rates))
+            return f"{statistics.mean(run.loss for run in runs):.3f}{' †' * is_at_edge}"
     return "-"
 
 

@@ -150,7 +150,8 @@ def _claims() -> Iterator[Claim]:
         )
     for share in ("0.002", "0.0004"):
         less = Entry("AdaDPS", words, f"{_VERSES}_public_{share}", f"AdaDPS, {share}")
-        yield Claim(_DPS, "Table 10", _VERSES, less, Entry("DP-SGD", words))
+        more = Entry("AdaDPS", words, title="AdaDPS, 0.01")
+        yield Claim(_DPS, "Table 10", _VERSES, more, less)
     yield from _ahead(
         *(_DPS, "Figure 6", "private_federated", {"private": "yes"}, "AdaDPS"),
         ["DP-FedAdam", "DP-FedAvg"],

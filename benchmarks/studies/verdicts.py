@@ -24,17 +24,17 @@ SEEN, NOT_SEEN, REVERSED, OPEN = "seen", "not seen", "reversed", "open"
 _HEAD = f"""\
 # Verdicts on the papers' statements
 
-Each statement is that one method ends below another. Each has the settings with the best mean over
-all seeds, beside which smaller and larger learning rates had runs with all seeds: on validation
-data where the task has them, in the toy regression by the training loss that is reported.
-The difference is that of runs with the same seed, worse minus better, with its
-{CONFIDENCE:.0%} interval (Student's t) over at least {FEWEST_SEEDS} seeds:
+Each statement is that one method ends below another. A verdict other than {OPEN} compares the
+settings with the best mean over all seeds, beside which smaller and larger learning rates had runs
+with all seeds, too: chosen on validation data where the task has them, in the toy regression by the
+training loss that is reported. The difference is that of runs with the same seed, worse minus
+better, with its {CONFIDENCE:.0%} interval (Student's t) over at least {FEWEST_SEEDS} seeds:
 
 * **{SEEN}**: the interval lies above zero;
 * **{REVERSED}**: it lies below zero;
 * **{NOT_SEEN}**: it holds zero;
-* **{OPEN}**: fewer seeds, a run that diverged, rates that were tuned on one run, or more tries for
-  the method that ends below.
+* **{OPEN}**: fewer seeds, a run that diverged, rates that were tuned on one run, more tries for the
+  method that ends below, or other numbers of tries where nothing is seen.
 
 Differences are in points of held-out error, or in loss; of a hundred verdicts a few are chance.
 `python -m benchmarks.studies.verdicts` makes this table and the verdicts of `docs/papers.md` from
@@ -89,24 +89,24 @@ def judge(
         >>> judge(claim, better, worse, tuned_on=5, tries=(12, 6)).reasons
         ['12 tries against 6']
     """
-    gaps = [w - b for b, w in zip(better, worse, strict=False)]
+    gaps = [w - b for b, w in zip(better, worse, strict=False)]  # seeds begin at 0 in both
     seeds, mean = len(gaps), statistics.mean(gaps or [math.nan])
     half = math.inf
     if seeds > 1 and math.isfinite(mean):
         quantile = student.ppf((1 + CONFIDENCE) / 2, seeds - 1)
         half = float(quantile) * statistics.stdev(gaps) / math.sqrt(seeds)
+    word = SEEN if mean > half else REVERSED if mean < -half else NOT_SEEN
     below, above = tries if mean > 0 else tries[::-1]
+    # Where nothing is seen, more tries for the one that ends above could have shown something.
+    is_unequal = below > above or (word == NOT_SEEN and below < above)
     reasons = [
         *[f"{seeds} seeds"] * (seeds < FEWEST_SEEDS),
         *["rates tuned on one run"] * (tuned_on < 2),
         *["tries not recorded"] * (not all(tries)),
-        *[f"{below} tries against {above}"] * (all(tries) and below > above),
+        *[f"{below} tries against {above}"] * (all(tries) and is_unequal),
         *["a run diverged"] * (seeds > 0 and not math.isfinite(mean)),
     ]
-    if reasons:
-        return Verdict(claim, OPEN, seeds, mean, half, reasons)
-    word = SEEN if mean > half else REVERSED if mean < -half else NOT_SEEN
-    return Verdict(claim, word, seeds, mean, half)
+    return Verdict(claim, OPEN if reasons else word, seeds, mean, half, reasons)
 
 
 class Records:
@@ -148,12 +148,13 @@ class Records:
 
 
 def _values(method: Mapping[str, Any], measure: str) -> list[float]:
-    """Return a method's values by seed: errors in points."""
-    if measure == "training":
-        return method.get("training", [])
-    if measure == "errors":
-        return [100 * error for error in method["errors"]]
-    return [math.inf if loss is None else loss for loss in method["losses"]]
+    """Return a method's values by seed: errors in points, infinite where a run diverged."""
+    scale = 100 if measure == "errors" else 1
+    values = method.get(measure, [])
+    return [
+        math.inf if loss is None else scale * value
+        for loss, value in zip(method["losses"], values, strict=bool(values))
+    ]
 
 
 def find_verdicts(folder: Path = RESULTS) -> list[Verdict]:

@@ -18,7 +18,7 @@ from comm_hooks.launchers.output import say
 _CLOSE = 1.05
 """The speed-up over all-reduce above which another method is recommended."""
 
-_COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept", "of AdamW's")
+_COLUMNS = ("method", "ms/step", "vs all-reduce", "codec ms", "sent/step", "kept", "kept, AdamW")
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
     cells = [cell for share in shares for cell in share.cells]
     return (
         "kept: the part of the gain from exchanging, (none - method) / (none - all-reduce) in "
-        "held-out loss, where none and all-reduce have the method's own local steps; of AdamW's: "
+        "held-out loss, where none and all-reduce have the method's own local steps; kept, AdamW: "
         "where they have AdamW. The lowest and the highest of several tasks (± half the distance "
         f"between seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
         f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
-        f"{_listed(cell.batch for cell in cells)}, models of 0.3 to 0.7 M parameters. Other models "
-        "and longer trainings can differ either way: compare on your own data before a long run. "
+        f"{_listed(cell.batch for cell in cells)}, models of 0.17 to 0.7 M parameters. Other "
+        "models and longer trainings can differ either way: compare on your own data before a long run. "
         "'-': measured on fewer than three tasks."
     )
 

@@ -3,15 +3,18 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from benchmarks.studies.claims import CLAIMS, Claim, Entry
+from benchmarks.lab.outcomes import Outcome
+from benchmarks.lab.runs import Point, Run, RunSpec
+from benchmarks.studies.claims import CLAIMS, Claim, Entry, Measure
 from benchmarks.studies.verdicts import (
     FEWEST_SEEDS,
     NOT_SEEN,
@@ -80,6 +83,12 @@ def test_more_tries_for_the_method_that_ends_above_do_not_matter() -> None:
     assert judge(CLAIM, gaps, [0.0] * 5, tuned_on=5, tries=(6, 18)).word == OPEN
 
 
+@pytest.mark.parametrize("tries", [(6, 18), (18, 6)])
+def test_other_numbers_of_tries_do_not_show_that_there_is_nothing(tries: tuple[int, int]) -> None:
+    luck = [3.0, -2.0, 2.5, -3.0, 0.5]
+    assert judge(CLAIM, [0.0] * 5, luck, tuned_on=5, tries=tries).word == OPEN
+
+
 def kept(folder: Path, **record: Any) -> Records:
     (folder / "study").mkdir()
     (folder / "study/study.json").write_text(json.dumps(record))
@@ -89,7 +98,8 @@ def kept(folder: Path, **record: Any) -> Records:
 def test_records_decide(tmp_path: Path) -> None:
     def method(name: str, errors: list[float]) -> dict[str, Any]:
         tries = [{"lr": 0.1}, {"lr": 0.2}]
-        return {"name": name, "labels": {"sigma": 1, "K": 3}, "errors": errors, "tries": tries}
+        values = {"errors": errors, "losses": errors, "tries": tries}
+        return {"name": name, "labels": {"sigma": 1, "K": 3}, **values}
 
     errors = [0.10, 0.11, 0.12, 0.10, 0.11]
     methods = [method("new", errors), method("old", [e + 0.02 for e in errors])]
@@ -101,6 +111,29 @@ def test_records_decide(tmp_path: Path) -> None:
     (tmp_path / "study/study.json").write_text(json.dumps({"methods": methods}))
     with pytest.raises(ValueError, match="study: 0 methods are old"):
         Records(tmp_path).verdict(CLAIM)
+
+
+@pytest.mark.parametrize("measure", get_args(Measure))
+@pytest.mark.parametrize("failed", range(FEWEST_SEEDS))
+def test_a_run_that_diverged_leaves_a_claim_open(
+    tmp_path: Path, measure: Measure, failed: int
+) -> None:
+    def outcome(name: str, loss: float, failed: int | None) -> dict[str, Any]:
+        points = [Point(1, loss + seed, 0.1 * loss, 0, training=loss) for seed in range(5)]
+        runs = [Run(RunSpec(name, {"sigma": 1}, {"lr": 0.1}, seed)) for seed in range(5)]
+        for run, point in zip(runs, points, strict=True):
+            run.curve, run.failure = ([], "diverged") if run.seed == failed else ([point], None)
+        return Outcome(name, {"sigma": 1}, "", [runs[1], runs[2]], runs).to_dict()
+
+    for name, fails in (("whole", None), ("failed", failed)):
+        methods = [outcome("new", 1.0, None), outcome("old", 2.0, fails)]
+        (tmp_path / name).mkdir()
+        records = kept(tmp_path / name, methods=methods, tuned_on=5)
+        verdict = records.verdict(replace(CLAIM, measure=measure))
+        assert verdict.seeds == FEWEST_SEEDS
+        assert (verdict.word, verdict.reasons) == (
+            (SEEN, []) if fails is None else (OPEN, ["a run diverged"])
+        )
 
 
 def test_a_verdict_by_hand_is_overwritten() -> None:
