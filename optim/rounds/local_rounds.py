@@ -283,14 +283,14 @@ class LocalRounds(WrappingOptimizer):
         """Exchange outstanding displacements, so that replicas agree; all ranks must call it."""
         state = self.round_state
         outstanding = state.clock.outstanding
-        with state.model.hidden():
+        with state.hidden():
             if self.participation is None and outstanding:
                 self._round.exchange_fragments(outstanding)
             if self.look_ahead:  # nothing has been done since, so nothing is undone
                 state.model.restore()
-        if buffers := state.buffers.due(0):
-            self.exchange.average_(buffers, compress=False)
-            state.buffers.set(buffers)
+            if buffers := state.buffers.due(0):
+                self.exchange.average_(buffers, compress=False)
+                state.buffers.set(buffers)
         state.model.note()
         self.exchange.wait()
         self.exchange.compare_replicas()

@@ -33,6 +33,7 @@ class SharedBuffers:
             self._names[part] = {key: f"{prefix}.{key}".lstrip(".") for key in own}
         self._shared = {name: b.detach().clone() for name, b in self._all()}
         self._is_fixed = False
+        self._hidden: Tensors | None = None
         self.budget: float | None = None
 
     @property
@@ -77,14 +78,19 @@ class SharedBuffers:
         for name, buffer in self.live.items():
             if chosen is not None and id(buffer) not in chosen:
                 continue
-            if own and torch.equal(buffer, self._value(name, buffer)):
-                buffer.copy_(own[name])
-            else:
+            if own is None or not torch.equal(buffer, self._value(name, buffer)):
                 self._shared[name] = buffer.detach().clone()
+                if self._hidden is not None:
+                    self._hidden[name] = buffer.detach().clone()
+            elif self._hidden is None:
+                buffer.copy_(own[name])
 
     def copies(self) -> Tensors:
-        """Return copies of this rank's buffers."""
-        return {name: buffer.detach().clone() for name, buffer in self.live.items()}
+        """Return copies of this rank's buffers, also in :meth:`shown`."""
+        own = self.live
+        if self._hidden is not None:
+            own = {name: self._hidden[name] for name in own}
+        return {name: buffer.detach().clone() for name, buffer in own.items()}
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return copies of the shared values by ``id()`` of the buffer."""
@@ -93,13 +99,33 @@ class SharedBuffers:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Give the buffers the shared values within the context, unless other code sets others."""
+        self._show()
+        try:
+            yield
+        finally:
+            self._unshow()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Give the buffers this rank's values within the context, even in :meth:`shown`."""
+        if self._hidden is None:
+            yield
+            return
+        self._unshow()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            own = self.copies()
+            self._hidden = self.copies()
             for name, buffer in self.live.items():
                 buffer.copy_(self._shared[name])
-        yield
-        with torch.no_grad():
-            self.adopt(own=own)
+
+    def _unshow(self) -> None:
+        own, self._hidden = self._hidden, None
+        self.adopt(own=own)
 
     def state_dict(self) -> dict[str, Tensors]:
         """Return this rank's buffers, and the shared values."""
@@ -110,9 +136,10 @@ class SharedBuffers:
     def load_state_dict(self, state: Mapping[str, Tensors]) -> None:
         """Restore the result of :meth:`state_dict`; without ``own``, go on with what is shared."""
         shared = state["shared"]
-        self._shared = {name: shared[name].clone() for name, _ in self._all() if name in shared}
-        for name, buffer in self.live.items():
-            buffer.copy_(state["own"].get(name, shared[name]))
+        with self.hidden():
+            self._shared = {name: shared[name].clone() for name, _ in self._all() if name in shared}
+            for name, buffer in self.live.items():
+                buffer.copy_(state["own"].get(name, shared[name]))
         self._is_fixed = True
 
     def value(self, module: nn.Module, key: str) -> torch.Tensor | None:

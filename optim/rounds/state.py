@@ -143,6 +143,12 @@ class RoundsState:
             with self.model.shown(), self.buffers.shown():
                 yield
 
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Give parameters and buffers this rank's values within the context, even in shown()."""
+        with self.model.hidden(), self.buffers.hidden():
+            yield
+
     def require_no_round(self, call: str) -> None:
         """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
         if self.is_round_open:

@@ -1,6 +1,8 @@
 """Buffers that forward passes change are averaged, shown in evaluation, and saved."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -122,6 +124,50 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
             train(model, again, range(7, 12), transport.rank)
             assert same(buffers(model), buffers(whole))
             assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+    run_ranks(check, 2)
+
+
+OPERATIONS: dict[str, Callable[[nn.Module, LocalRounds, Any], object]] = {
+    "synchronize": lambda model, rounds, saved: rounds.synchronize(),
+    "save and load the optimizer": lambda model, rounds, saved: rounds.load_state_dict(
+        rounds.state_dict()
+    ),
+    "load the optimizer": lambda model, rounds, saved: rounds.load_state_dict(saved[1]),
+    "load the model": lambda model, rounds, saved: model.load_state_dict(saved[0]),
+    "load both": lambda model, rounds, saved: (
+        rounds.load_state_dict(saved[1]),
+        model.load_state_dict(saved[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("kind", ["low_communication", "rounds"])
+def test_operations_do_the_same_while_the_shared_values_are_shown(
+    kind: str, operation: Callable[[nn.Module, LocalRounds, Any], object]
+) -> None:
+    def check(transport: Transport) -> None:
+        found = []
+        for place in ("train", "eval", "server_parameters"):
+            model = model_of()
+            rounds = rounds_of(model, transport, kind)
+            register(model, rounds)
+            train(model, rounds, range(3), transport.rank)
+            saved = copy.deepcopy((model.state_dict(), rounds.state_dict()))
+            train(model, rounds, range(3, 7), transport.rank)
+            model.train(place != "eval")
+            with rounds.server_parameters() if place == "server_parameters" else nullcontext():
+                operation(model, rounds, saved)
+                shared = copy.deepcopy(model.state_dict())
+                kept = rounds.state_dict()["rounds"]["private"]["buffers"]["own"]
+            model.train()
+            own = buffers(model)
+            train(model, rounds, range(7, 12), transport.rank)
+            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+            found.append((shared, kept, own, buffers(model), parameters))
+        for others in found[1:]:
+            assert all(map(same, found[0], others))
 
     run_ranks(check, 2)
 
