@@ -1,5 +1,6 @@
 """Failure detection: name the ranks that are dead, late or in another collective."""
 
+import hashlib
 import json
 import re
 import threading
@@ -38,15 +39,14 @@ class Progress:
     has the epoch in its name, so an old failure is not taken for a new one.
 
     Attributes:
-        generation: the number of earlier groups of the same name in this process; their messages
-            are still in the store.
+        name: of the group's messages in the store, the same on all ranks of the group.
         epoch: the number of failures so far.
         compared: the number of comparisons of settings in the present epoch.
         connections: those of the present epoch, of all transports of the group.
         made: the number of exchanges of each kind that this process has made in the group.
     """
 
-    generation: int = 0
+    name: str
     epoch: int = 0
     compared: int = 0
     connections: WeakSet[Any] = field(default_factory=WeakSet)
@@ -75,16 +75,19 @@ class Progress:
             self.connections.clear()
 
 
-_generations: Counter[str] = Counter()
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Progress] = WeakKeyDictionary()
 
 
 def progress_of(group: dist.ProcessGroup) -> Progress:
     """Return the failures of this process in a process group, shared by all transports."""
     if group not in _of_group:
-        name = group.group_name
-        _of_group[group] = Progress(_generations[name])
-        _generations[name] += 1
+        ranks = repr(dist.get_process_group_ranks(group)).encode()
+        name = f"comm_hooks {group.group_name} {hashlib.sha256(ranks).hexdigest()[:16]}"
+        # Messages of earlier groups of these ranks may still be in the store.  Other ranks can have
+        # made other groups of that name, and groups in other stores.
+        store = dist.distributed_c10d._get_default_store()
+        generation = store.add(f"{name} of rank {dist.get_rank()}", 1)
+        _of_group[group] = Progress(f"{name} {generation}")
     return _of_group[group]
 
 

@@ -87,8 +87,7 @@ class TorchDistributed(Transport):
         # Of each group: others may continue when one has failed.
         self._progress = progress_of(self._group)
         self._begun_in = self._progress.epoch
-        name = f"comm_hooks {self._group.group_name} {self._progress.generation}"
-        of_group = PrefixStore(name, store)
+        of_group = PrefixStore(self._progress.name, store)
         self._failures = FailureDetector(of_group, self._group, timeout)
         self._store_gather = StoreGather(
             of_group, self._group, timeout.total_seconds(), self._failures

@@ -3,7 +3,9 @@
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, P
 from comm_hooks.collectives.failure_detection import progress_of
 from comm_hooks.collectives.requests import AllGatherObject
 from comm_hooks.collectives.torch_distributed import TorchDistributed
-from tests.ranks import RanksOf
+from tests.ranks import CONTEXT, RanksOf
 
 
 def short_lived() -> Any:
@@ -142,18 +144,69 @@ def test_ranks_of_a_group_are_called_as_users_know_them(ranks_of: RanksOf) -> No
     assert "seed is 0 on rank 1, 1 on rank 3" in second
 
 
-class Group:
-    """Stands for a process group: only its name matters."""
+def begin(rank: int, ranks: int, file: Path, members: list[int] | None) -> torch.Tensor | None:
+    """Join a new world; exchange in the group of some of its ranks, None for all of them."""
+    timeout = timedelta(seconds=20)
+    url = f"file://{file}"
+    dist.init_process_group("gloo", url, timeout, rank=rank, world_size=ranks)
+    group = None if members is None else dist.new_group(members)
+    mean = None
+    if members is None or rank in members:
+        exchange = Exchange(Identity(), process_group=group)
+        vectors = {"weight": torch.full((4,), float(rank))}
+        exchange.average_(vectors)
+        mean = vectors["weight"]
+    dist.barrier()
+    dist.destroy_process_group()
+    return mean
 
-    group_name = "a name of this test's own"
+
+def live_through(rank: int, folder: Path, groups: list[tuple[int, list[int] | None]]) -> None:
+    """Join worlds, one after the other, as far as this rank is in them."""
+    for index, (ranks, members) in enumerate(groups):
+        if rank < ranks:
+            mean = begin(rank, ranks, folder / str(index), members)
+            own = range(ranks) if members is None else members
+            assert mean is None or mean.tolist() == [sum(own) / len(own)] * 4
 
 
-def test_a_group_made_anew_under_the_same_name_is_of_another_generation() -> None:
-    first: Any = Group()
-    progress = progress_of(first)
-    assert progress_of(first) is progress
-    progress.fail(progress.epoch)
-    second: Any = Group()
-    anew = progress_of(second)
-    assert (progress.generation, anew.generation) == (0, 1)
-    assert (progress.epoch, anew.epoch) == (1, 0)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(2, None), (3, None)],
+        [(3, [0, 2]), (3, [1, 2]), (3, [0, 1])],
+        [(3, None), (2, None), (3, None), (3, [1, 2])],
+    ],
+)
+def test_ranks_may_have_been_in_other_groups_of_the_same_name(
+    groups: list[tuple[int, list[int] | None]], tmp_path: Path
+) -> None:
+    arguments = [(rank, tmp_path, groups) for rank in range(3)]
+    processes = [CONTEXT.Process(target=live_through, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def remade(file: Path) -> list[tuple[str, int]]:
+    store = dist.FileStore(str(file), 1)
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        progress = progress_of(dist.group.WORLD)
+        assert progress_of(dist.group.WORLD) is progress
+        found.append((progress.name, progress.epoch))
+        progress.fail(progress.epoch)
+        dist.destroy_process_group()
+    return found
+
+
+def test_messages_of_an_earlier_group_in_the_same_store_are_not_read(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+        (first, _), (second, epoch) = pool.submit(remade, tmp_path / "store").result()
+    assert first != second
+    assert epoch == 0
