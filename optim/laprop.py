@@ -44,9 +44,10 @@ class LaProp(BatchedOptimizer):
         horizon: a factor of the horizon of beta1, 1 / (1 - beta1), in (0, 1]: so that groups keep
             the betas of the AdamW that is replaced.
 
-    State per parameter: ``step``, a float32 number on the CPU, ``exp_avg`` (m) and ``exp_avg_sq``
-    (v) in float32.  The state of an AdamW can be loaded: keys, shapes and dtypes are the same, and
-    its m is divided by the present sqrt(v-hat) + eps, approximately LaProp's.
+    State per parameter: ``step``, a float32 number on the CPU, ``exp_avg_normalized`` (m) and
+    ``exp_avg_sq`` (v) in float32.  The state of an AdamW can be loaded: its m is divided by the
+    present sqrt(v-hat) + eps, approximately LaProp's.  An AdamW that loads a state of LaProp raises
+    ``KeyError: 'exp_avg'`` in its step: it would divide m by sqrt(v-hat) again.
 
     Raises:
         ValueError: for hyperparameters out of range.
@@ -91,14 +92,15 @@ class LaProp(BatchedOptimizer):
         for saved, own in zip(of_adamw["param_groups"], self.param_groups, strict=False):
             (beta1, beta2), eps = saved["betas"], saved["eps"]
             for key in saved["params"]:
-                state = result.get(key, {})
+                state = dict(result.get(key, {}))
                 if not (t := float(state.get("step", 0))):
                     continue
-                mean = state["exp_avg"].to(state_dtype(state["exp_avg"].dtype)) / (1 - beta1**t)
+                mean = state.pop("exp_avg")
+                mean = mean.to(state_dtype(mean.dtype)) / (1 - beta1**t)
                 mean /= (state["exp_avg_sq"] / (1 - beta2**t)).sqrt() + eps
                 beta1_here = shortened(beta1, own["horizon"])
                 mean *= 1 - beta1_here**t
-                result[key] = {**state, "step": torch.tensor(t), "exp_avg": mean}
+                result[key] = {**state, "step": torch.tensor(t), "exp_avg_normalized": mean}
         return result
 
     def _update(self, parameters: Tensors, group: Group) -> None:
@@ -110,7 +112,7 @@ class LaProp(BatchedOptimizer):
         for steps, members in by_age.items():
             states = [self.state[p] for p in members]
             count_step(states)
-            momenta = values(states, "exp_avg")
+            momenta = values(states, "exp_avg_normalized")
             gradients = [p.grad for p in members if p.grad is not None]
             normalized_average_(momenta, gradients, values(states, "exp_avg_sq"), group, steps + 1)
             along_(members, momenta, group, 1 - group["betas"][0] ** (steps + 1))
@@ -118,8 +120,9 @@ class LaProp(BatchedOptimizer):
     def _age(self, parameter: torch.Tensor) -> int:
         """Return the number of steps that a parameter has taken; make its state if missing."""
         state, dtype = self.state[parameter], state_dtype(parameter.dtype)
-        prepared([state], [parameter], dtype, "exp_avg", "exp_avg_sq")
-        if state["exp_avg_sq"].stride() != state["exp_avg"].stride():
+        prepared([state], [parameter], dtype, "exp_avg_normalized", "exp_avg_sq")
+        m, v = state["exp_avg_normalized"], state["exp_avg_sq"]
+        if v.stride() != m.stride():
             # Loaded from a model that lay in memory in another order; fused kernels do not look.
-            state["exp_avg_sq"] = torch.empty_like(state["exp_avg"]).copy_(state["exp_avg_sq"])
+            state["exp_avg_sq"] = torch.empty_like(m).copy_(v)
         return int(state["step"])

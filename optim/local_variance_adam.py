@@ -67,8 +67,8 @@ class LocalVarianceAdam(ExchangingOptimizer):
             exact means by 0.001 to 0.051 (``python -m benchmarks.quality``, four ranks, one seed).
         exchange: the exchange of momenta; with error feedback if its compressor is biased.
 
-    State per parameter: ``exp_avg`` (n) and ``norm_sq`` (its part of q, float32 without a
-    dimension), the same on all ranks, and ``exp_avg_sq`` (v_i), **this rank's own**: save the
+    State per parameter: ``exp_avg_normalized`` (n) and ``norm_sq`` (its part of q, float32 without
+    a dimension), the same on all ranks, and ``exp_avg_sq`` (v_i), **this rank's own**: save the
     optimizer's state on every rank, as the exchange's.
 
     Cost: a step's length takes two more passes over n than a step of AdamW, and waits for nothing.
@@ -109,16 +109,16 @@ class LocalVarianceAdam(ExchangingOptimizer):
         self._spare: Tensors = []
 
     def _step(self, gradients: Tensors) -> None:
-        states = self._states("exp_avg", "exp_avg_sq")
+        states = self._states("exp_avg_normalized", "exp_avg_sq")
         t = int(states[0]["step"]) + 1
-        message = self.exchange.workspace(self._named(values(states, "exp_avg")))
+        message = self.exchange.workspace(self._named(values(states, "exp_avg_normalized")))
         momenta, variances = list(message.values()), self._next_variances(states)
-        torch._foreach_copy_(momenta, values(states, "exp_avg"))
+        torch._foreach_copy_(momenta, values(states, "exp_avg_normalized"))
         for own, group in self._groups():
             normalized_average_(momenta[own], gradients[own], variances[own], group, t)
         if not self._average(message):
             return
-        torch._foreach_copy_(values(states, "exp_avg"), momenta)
+        torch._foreach_copy_(values(states, "exp_avg_normalized"), momenta)
         self._spare = values(states, "exp_avg_sq")
         for state, v in zip(states, variances, strict=True):
             state["exp_avg_sq"] = v
@@ -133,7 +133,7 @@ class LocalVarianceAdam(ExchangingOptimizer):
         total: Tensors = []
         for own, group in self._groups():
             beta1, beta2 = group["betas"]
-            new = norms_sq(values(states[own], "exp_avg"), 1 - beta1**t)
+            new = norms_sq(values(states[own], "exp_avg_normalized"), 1 - beta1**t)
             averages = zeros(states[own], "norm_sq", new)
             average_(averages, new, beta2)
             total.append(torch.stack(averages).double().sum() / (1 - beta2**t))

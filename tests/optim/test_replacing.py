@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.optim import lr_scheduler as schedules
 
 import comm_hooks
 from comm_hooks.checkpoints.rank_files import load_rank_files, save_rank_file
+from comm_hooks.collectives import Transport, run_ranks
 from comm_hooks.optim import LaProp, low_communication
+from tests.optim.catalog import MAKE
 from tests.ranks import RanksOf
 
 BETAS = (0.85, 0.98)
@@ -153,7 +156,9 @@ def after_adamw() -> None:
         root = (state["exp_avg_sq"] / (1 - BETAS[1] ** 5)).sqrt() + 1e-6
         direction = state["exp_avg"] / (1 - BETAS[0] ** 5) / root
         # With half the horizon of beta1: 1 - 2 (1 - 0.85) = 0.7.
-        assert torch.allclose(new.state[p]["exp_avg"] / (1 - 0.7**5), direction, rtol=1e-4)
+        assert torch.allclose(
+            new.state[p]["exp_avg_normalized"] / (1 - 0.7**5), direction, rtol=1e-4
+        )
     train(ddp, new, 4)
 
 
@@ -173,8 +178,35 @@ def test_laprop_loads_a_state_of_adamw_and_its_own() -> None:
     again = LaProp(model.parameters(), lr=0.1)
     again.load_state_dict(new.state_dict())
     for p in model.parameters():
-        assert new.state[p]["exp_avg"].abs().max() < 1.5
-        assert torch.equal(new.state[p]["exp_avg"], again.state[p]["exp_avg"])
+        m = new.state[p]["exp_avg_normalized"]
+        assert m.abs().max() < 1.5
+        assert torch.equal(m, again.state[p]["exp_avg_normalized"])
+
+
+@pytest.mark.parametrize("name", ["laprop", *MAKE])
+def test_adamw_goes_on_with_moments_of_gradients_or_not_at_all(name: str) -> None:
+    """Of a state that has moments of anything else under AdamW's keys it would make a mess."""
+
+    def check(transport: Transport) -> None:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64))
+        make: Any = partial(MAKE[name], transport=transport) if name in MAKE else LaProp
+        own = make([("weight", weight)], lr=1e-2)
+        adamw = AdamW([("weight", weight)], lr=1e-2)
+        for optimizer in [own] * 10 + [adamw]:
+            weight.grad = 1e-3 * torch.randn(64, 64)
+            before = weight.detach().clone()
+            if optimizer is adamw:
+                try:
+                    adamw.load_state_dict(own.state_dict())
+                    adamw.step()
+                except KeyError:
+                    return
+                assert (weight - before).abs().max() < 10 * 1e-2
+            else:
+                own.step()
+
+    run_ranks(check, 1)
 
 
 def run_of(
@@ -246,13 +278,13 @@ def bfloat16() -> None:
         new.zero_grad()
     buffer = io.BytesIO()
     torch.save(new.state_dict(), buffer)
-    moments = [new.state[p]["exp_avg"].clone() for p in ddp.parameters()]
+    moments = [new.state[p]["exp_avg_normalized"].clone() for p in ddp.parameters()]
     buffer.seek(0)
     other = DistributedDataParallel(nn.Linear(64, 64).bfloat16())
     old = AdamW(other.parameters())
     old.load_state_dict(torch.load(buffer, weights_only=True))
     again = comm_hooks.replace(other, old, bits_per_parameter=0.5)
-    found = [again.state[p]["exp_avg"] for p in other.parameters()]
+    found = [again.state[p]["exp_avg_normalized"] for p in other.parameters()]
     assert all(f.dtype == torch.float32 for f in found)
     assert all(map(torch.equal, found, moments))
 
