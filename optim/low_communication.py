@@ -137,6 +137,7 @@ def low_communication(
             rounds, of more than 16 steps only if every element is sent at least once on average.
             If None, such rounds come with a warning that says how long an element waits.
         bits_per_parameter: the bits that a rank may send per parameter and step, on average.
+            Buffers that are averaged, such as running means, take about a sixteenth more.
         inner: ``"adamw"``, or ``"muon"``: Muon for the hidden matrices, told by name from
             embeddings and output layers (:class:`~comm_hooks.optim.MuonAdamW`), with a momentum of
             0.8.  Its displacements have few large elements: it ends above all-reduce with Muon,

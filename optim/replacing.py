@@ -83,8 +83,8 @@ def replace(model: nn.Module, optimizer: Any, *, scheduler: Any = None, **settin
         )
     if CARRIED not in old.param_groups[0] and any("horizon" in group for group in old.param_groups):
         raise ValueError(
-            f"replace(): {type(old).__name__} has loaded a part of the state of an optimizer that "
-            "replace() returned: load it into the one that replace() returns"
+            f"replace(): {type(old).__name__} was replaced before, or has loaded a part of the "
+            "state of an optimizer that replace() returned: use that one, and load its state there"
         )
     ddp = find_ddp(model)
     if ddp is not None:

@@ -225,6 +225,29 @@ class Sparse(nn.Module):
         return self.head(self.table(tokens))
 
 
+class Complex(nn.Module):
+    """A model with a complex parameter between real ones, in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.mode = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) * self.mode).abs().sum()
+
+
+def complex_parameters() -> None:
+    ddp = DistributedDataParallel(Complex())
+    register(ddp, "quantize", bits=2)
+    with pytest.raises(ValueError, match="complex parameters cannot be exchanged: keep their real"):
+        ddp(torch.ones(2, 8)).backward()
+
+
+def test_complex_parameters_are_refused_with_what_to_do(ranks_of: RanksOf) -> None:
+    ranks_of(2).run(complex_parameters)
+
+
 def sparse_embedding() -> tuple[float, bool, float]:
     rank = dist.get_rank()
     models = [Sparse(sparse) for sparse in (False, True)]

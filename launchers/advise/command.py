@@ -45,9 +45,9 @@ def advise(
 
     with refusing("comm-hooks advise"):
         chosen = parse_methods(methods)
-        require_positive(
-            {"--step-ms": step_ms, "--ranks-per-node": ranks_per_node, "--min-share": min_share}
-        )
+        require_positive({"--step-ms": step_ms, "--ranks-per-node": ranks_per_node})
+        if not 0 < min_share <= 1:
+            raise ValueError(f"--min-share must lie in (0, 1], got {min_share:g}")
         if not (1 <= params < math.inf and params == int(params)):
             raise ValueError(f"--params must be a positive whole number, got {params:g}")
         if step_ms == math.inf:

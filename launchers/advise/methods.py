@@ -113,8 +113,10 @@ def parse_methods(specs: str) -> list[Method]:
         ValueError: for an unknown name, option or value, and for a method that is named twice.
     """
     methods: list[Method] = []
-    for spec in specs.split(","):
-        method = parse_method(spec.strip())
+    for spec in map(str.strip, specs.split(",")):
+        if not spec:
+            raise ValueError(f"a method is missing in {specs!r}: write names with commas between")
+        method = parse_method(spec)
         method.check()
         if any(method.parts == other.parts for other in methods):
             raise ValueError(f"method {method.spec!r} is named twice")

@@ -358,7 +358,7 @@ def refused_states() -> None:
     again = wrapped()
     fresh = adamw(again)
     fresh.load_state_dict(state)
-    with pytest.raises(ValueError, match="has loaded a part of the state"):
+    with pytest.raises(ValueError, match="was replaced before, or has loaded a part of the state"):
         comm_hooks.replace(again, fresh, bits_per_parameter=0.5)
 
 

@@ -189,7 +189,13 @@ def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore
     memory order of the parameter: with ``channels_last`` the orders differ.
     """
     parameters = bucket.parameters()
-    pieces = bucket.buffer().split([p.numel() for p in parameters])
+    sizes = [p.numel() for p in parameters]
+    if sum(sizes) != bucket.buffer().numel():  # DDP gives views of complex gradients as real ones
+        raise ValueError(
+            "complex parameters cannot be exchanged: keep their real and imaginary parts in two "
+            "real parameters, and make the complex one in forward()"
+        )
+    pieces = bucket.buffer().split(sizes)
     return [
         piece.view(p.shape)
         if p.is_contiguous() or not _is_dense(p)

@@ -219,11 +219,11 @@ def lose_a_client(fragments: int) -> tuple[list[str], Arrays, float]:
     return reports, values(parameters), memory.norm()
 
 
-def test_a_client_that_returns_nan_is_left_out_and_named(ranks_of: RanksOf) -> None:
+def test_a_rank_that_returns_nan_is_left_out_and_named(ranks_of: RanksOf) -> None:
     outcomes = ranks_of(3).run(lose_a_client, 1)
     for reports, parameters, norm in outcomes:
         assert len(reports) == 1
-        assert "client 1; the mean is over the other 2 of 3" in reports[0]
+        assert "rank 1; the mean is over the other 2 of 3" in reports[0]
         assert np.isfinite(norm)
         for name in SHAPES:
             assert np.isfinite(parameters[name]).all()
