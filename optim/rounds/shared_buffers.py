@@ -1,6 +1,5 @@
 """The buffers that forward passes change, such as running means, averaged over ranks."""
 
-import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from weakref import WeakKeyDictionary
@@ -86,7 +85,7 @@ class SharedBuffers:
                 buffer.copy_(own[name])
 
     def copies(self) -> Tensors:
-        """Return copies of this rank's buffers, also in :meth:`shown`."""
+        """Return copies of this rank's buffers, also while others are shown."""
         own = self.live
         if self._hidden is not None:
             own = {name: self._hidden[name] for name in own}
@@ -96,34 +95,15 @@ class SharedBuffers:
         """Return copies of the shared values by ``id()`` of the buffer."""
         return {id(b): self._value(name, b).clone() for name, b in self.live.items()}
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Give the buffers the shared values within the context, unless other code sets others."""
-        self._show()
-        try:
-            yield
-        finally:
-            self._unshow()
-
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Give the buffers this rank's values within the context, even in :meth:`shown`."""
-        if self._hidden is None:
-            yield
-            return
-        self._unshow()
-        try:
-            yield
-        finally:
-            self._show()
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Give the buffers the shared values until :meth:`unshow`."""
         with torch.inference_mode(False), torch.no_grad():
             self._hidden = self.copies()
             for name, buffer in self.live.items():
                 buffer.copy_(self._shared[name])
 
-    def _unshow(self) -> None:
+    def unshow(self) -> None:
+        """Give the buffers this rank's values again, unless other code has set others."""
         own, self._hidden = self._hidden, None
         self.adopt(own=own)
 
@@ -136,10 +116,9 @@ class SharedBuffers:
     def load_state_dict(self, state: Mapping[str, Tensors]) -> None:
         """Restore the result of :meth:`state_dict`; without ``own``, go on with what is shared."""
         shared = state["shared"]
-        with self.hidden():
-            self._shared = {name: shared[name].clone() for name, _ in self._all() if name in shared}
-            for name, buffer in self.live.items():
-                buffer.copy_(state["own"].get(name, shared[name]))
+        self._shared = {name: shared[name].clone() for name, _ in self._all() if name in shared}
+        for name, buffer in self.live.items():
+            buffer.copy_(state["own"].get(name, shared[name]))
         self._is_fixed = True
 
     def value(self, module: nn.Module, key: str) -> torch.Tensor | None:

@@ -1,7 +1,6 @@
 """The model that all ranks share while each rank takes local steps on its own parameters."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -65,7 +64,7 @@ class SharedModel:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the parameters temporarily have the shared model's values (:meth:`shown`)."""
+        """Whether the parameters temporarily have the shared model's values (:meth:`show`)."""
         return self._hidden is not None
 
     @property
@@ -101,13 +100,12 @@ class SharedModel:
             values, own: the shared values and this rank's own, one tensor per parameter.
             starts: the values at the start of the local steps; None if they are the shared values.
         """
-        with self.hidden():
-            torch._foreach_copy_(self.values, list(values))
-            if starts is not None:
-                self._starts = [start.clone() for start in starts]
-            else:
-                self._begin_at_shared(self._all)
-            torch._foreach_copy_(self._live(self._all), list(own))
+        torch._foreach_copy_(self.values, list(values))
+        if starts is not None:
+            self._starts = [start.clone() for start in starts]
+        else:
+            self._begin_at_shared(self._all)
+        torch._foreach_copy_(self._live(self._all), list(own))
         self.note()
 
     def adopt(self, places: Sequence[int]) -> None:
@@ -185,39 +183,16 @@ class SharedModel:
         torch._foreach_copy_([shared[i] for i in places], self._live(places))
         self._begin_at_shared(places)
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Give the parameters the shared model's values within the context."""
-        was_written_to = self.is_written_to
-        self._show()
-        self.note()
-        try:
-            yield
-        finally:
-            self._unshow()
-            if not was_written_to:
-                self.note()
-
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Give the parameters this rank's own values within the context, even in :meth:`shown`."""
-        if self._hidden is None:
-            yield
-            return
-        self._unshow()
-        try:
-            yield
-        finally:
-            self._show()
-            self.note()
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Give the parameters the shared model's values until :meth:`unshow`."""
         # Validation may run in inference mode, in which tensors are made that cannot be written to.
         with torch.inference_mode(False), torch.no_grad():
             self._hidden = [p.clone() for p in self.own]
             torch._foreach_copy_(self._live(self._all), self.values)
+        self.note()
 
-    def _unshow(self) -> None:
+    def unshow(self) -> None:
+        """Give the parameters this rank's own values again."""
         with torch.no_grad():
             own, self._hidden = self.own, None
             torch._foreach_copy_(self.own, own)

@@ -139,15 +139,35 @@ class RoundsState:
         """Give parameters and buffers the shared values within the context."""
         if self.model.is_shown:
             yield
-        else:
-            with self.model.shown(), self.buffers.shown():
-                yield
+            return
+        was_written_to = self.model.is_written_to
+        self._show()
+        try:
+            yield
+        finally:
+            self._unshow()
+            if not was_written_to:
+                self.model.note()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Give parameters and buffers this rank's values within the context, even in shown()."""
-        with self.model.hidden(), self.buffers.hidden():
+        if not self.model.is_shown:
             yield
+            return
+        self._unshow()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
+        self.model.show()
+        self.buffers.show()
+
+    def _unshow(self) -> None:
+        self.buffers.unshow()
+        self.model.unshow()
 
     def require_no_round(self, call: str) -> None:
         """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
@@ -242,12 +262,13 @@ class RoundsState:
             by_name(self._server, copy.deepcopy(dict(server)), self._server_names())
         )
         values = released["model"]
-        self.model.load(
-            self._in_order(values),
-            starts=self._in_order(values | private["starts"]) if private["starts"] else None,
-            own=self._in_order(values | private["own"]),
-        )
-        self.buffers.load_state_dict(private["buffers"])
+        with self.hidden():
+            self.model.load(
+                self._in_order(values),
+                starts=self._in_order(values | private["starts"]) if private["starts"] else None,
+                own=self._in_order(values | private["own"]),
+            )
+            self.buffers.load_state_dict(private["buffers"])
         self.round_index = released["round_index"]
         place_of = {name: place for place, name in enumerate(self.names)}
         fragments = [[place_of[name] for name in part] for part in private["fragments"]]
@@ -282,7 +303,7 @@ class RoundsState:
         decay = self._in_order(states[0]["rounds"]["private"]["decay"])
         with torch.no_grad():
             self.model.shrink(range(len(self.parameters)), decay)
-            with self.model.hidden():
+            with self.hidden():
                 self.model.restore()
             self.model.note()
         merged = [self._with_progress(state) for state in states]
@@ -357,7 +378,7 @@ class RoundsState:
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
         """Move the parameters by the mean of all ranks' progress; return whether there was any."""
         found = {name for of_one in progress for name in of_one}
-        with self.model.hidden():
+        with self.hidden():
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if name in found:
                     total = torch.stack([each[name] for each in progress if name in each]).sum(0)
