@@ -97,12 +97,6 @@ def _try_to_connect(endpoint: Endpoint, seconds: float) -> str | None:
     return None
 
 
-def free_port() -> int:
-    """Return an unused port of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def is_loopback(address: str) -> bool:
     """Return whether an IP address is a loopback address; an empty text is not."""
     return bool(address) and ipaddress.ip_address(address).is_loopback

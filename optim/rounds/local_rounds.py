@@ -283,7 +283,7 @@ class LocalRounds(WrappingOptimizer):
         """Exchange outstanding displacements, so that replicas agree; all ranks must call it."""
         state = self.round_state
         outstanding = state.clock.outstanding
-        with state.hidden():
+        with state.showing(shared=False):
             if self.participation is None and outstanding:
                 self._round.exchange_fragments(outstanding)
             if self.look_ahead:  # nothing has been done since, so nothing is undone
@@ -338,7 +338,7 @@ class LocalRounds(WrappingOptimizer):
         ``register(model, rounds)``, ``model.eval()`` does it by itself.
         """
         self.round_state.begin()
-        return self.round_state.shown()
+        return self.round_state.showing(shared=True)
 
     def clients(self) -> Iterator[int]:
         """Run one round: yield the number of each client of this rank, for the loop to train it.

@@ -86,9 +86,7 @@ class SharedBuffers:
 
     def copies(self) -> Tensors:
         """Return copies of this rank's buffers, also while others are shown."""
-        own = self.live
-        if self._hidden is not None:
-            own = {name: self._hidden[name] for name in own}
+        own = self.live if self._hidden is None else {n: self._hidden[n] for n in self.live}
         return {name: buffer.detach().clone() for name, buffer in own.items()}
 
     def values(self) -> dict[int, torch.Tensor]:

@@ -135,39 +135,23 @@ class RoundsState:
         self.buffers.budget = budget
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Give parameters and buffers the shared values within the context."""
-        if self.model.is_shown:
+    def showing(self, *, shared: bool) -> Iterator[None]:
+        """Give parameters and buffers the shared or this rank's values within the context."""
+        if self.model.is_shown == shared:
             yield
             return
         was_written_to = self.model.is_written_to
-        self._show()
+        self._show(shared)
         try:
             yield
         finally:
-            self._unshow()
+            self._show(not shared)
             if not was_written_to:
                 self.model.note()
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Give parameters and buffers this rank's values within the context, even in shown()."""
-        if not self.model.is_shown:
-            yield
-            return
-        self._unshow()
-        try:
-            yield
-        finally:
-            self._show()
-
-    def _show(self) -> None:
-        self.model.show()
-        self.buffers.show()
-
-    def _unshow(self) -> None:
-        self.buffers.unshow()
-        self.model.unshow()
+    def _show(self, shared: bool) -> None:
+        for part in (self.model, self.buffers):
+            part.show() if shared else part.unshow()
 
     def require_no_round(self, call: str) -> None:
         """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
@@ -262,7 +246,7 @@ class RoundsState:
             by_name(self._server, copy.deepcopy(dict(server)), self._server_names())
         )
         values = released["model"]
-        with self.hidden():
+        with self.showing(shared=False):
             self.model.load(
                 self._in_order(values),
                 starts=self._in_order(values | private["starts"]) if private["starts"] else None,
@@ -303,7 +287,7 @@ class RoundsState:
         decay = self._in_order(states[0]["rounds"]["private"]["decay"])
         with torch.no_grad():
             self.model.shrink(range(len(self.parameters)), decay)
-            with self.hidden():
+            with self.showing(shared=False):
                 self.model.restore()
             self.model.note()
         merged = [self._with_progress(state) for state in states]
@@ -378,7 +362,7 @@ class RoundsState:
     def _start_with_mean(self, progress: Sequence[Tensors]) -> bool:
         """Move the parameters by the mean of all ranks' progress; return whether there was any."""
         found = {name for of_one in progress for name in of_one}
-        with self.hidden():
+        with self.showing(shared=False):
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if name in found:
                     total = torch.stack([each[name] for each in progress if name in each]).sum(0)

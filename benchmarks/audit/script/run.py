@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from benchmarks.audit.script.observer import Observer, Stopped, Variant
 from comm_hooks.launchers.environment import LauncherEnvironment
-from comm_hooks.launchers.network import Endpoint, free_port, loopback_interface
+from comm_hooks.launchers.network import Endpoint, loopback_interface
 from comm_hooks.optim.private.errors import PrivacyError
 
 # One process imports torch, and the ranks are forked from it.
@@ -115,7 +116,7 @@ def run_script(job: Job, variant: Variant, folder: Path, released: Path | None =
     workplace = folder / "work"
     _copy_folder(Path.cwd(), workplace)
     count = job.processes or 1
-    head = Endpoint("127.0.0.1", free_port())
+    head = Endpoint("127.0.0.1", get_free_port())
     _start_server()
     processes = [
         _CONTEXT.Process(target=_run, args=(job, variant, folder, released, rank, head))

@@ -192,8 +192,7 @@ def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore
     sizes = [p.numel() for p in parameters]
     if sum(sizes) != bucket.buffer().numel():  # DDP gives views of complex gradients as real ones
         raise ValueError(
-            "complex parameters cannot be exchanged: keep their real and imaginary parts in two "
-            "real parameters, and make the complex one in forward()"
+            "complex parameters cannot be exchanged: keep real and imaginary parts in real ones"
         )
     pieces = bucket.buffer().split(sizes)
     return [

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.utils.distributed import get_free_port
 from typer.testing import CliRunner
 
 from comm_hooks.launchers.launch.job import Job, parse_nodes
 from comm_hooks.launchers.launch.steps import Command
 from comm_hooks.launchers.main import app
-from comm_hooks.launchers.network import Endpoint, free_port, parse_endpoint, wait_for_port
+from comm_hooks.launchers.network import Endpoint, parse_endpoint, wait_for_port
 from tests.launchers.launch.commands import complaint
 
 HEAD = ["--head", "127.0.0.1"]
@@ -119,7 +120,7 @@ def test_a_name_that_is_the_machines_own_loopback_is_refused(
 
 
 def test_a_head_that_does_not_listen_is_named_before_torchrun_waits_for_it() -> None:
-    port = free_port()
+    port = get_free_port()
     command = ["--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--wait", "0"]
     command += ["--head", f"127.0.0.1:{port}", "-m", "json.tool"]
     result = CliRunner().invoke(app, ["launch", *command])

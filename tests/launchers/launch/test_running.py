@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
 from typer.testing import CliRunner
 
 from comm_hooks.launchers.main import app
-from comm_hooks.launchers.network import Endpoint, free_port, wait_for_port
+from comm_hooks.launchers.network import Endpoint, wait_for_port
 from tests.launchers.launch.commands import dry_run
 
 LAUNCH = [sys.executable, "-m", "comm_hooks.launchers.main", "launch"]
@@ -72,7 +73,7 @@ def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
     # What srun would start on two nodes, here on one machine.
     common = {"SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "NOTE": "a b"}
     common |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
-    head = ["--head", f"localhost:{free_port()}"]
+    head = ["--head", f"localhost:{get_free_port()}"]
     outputs = finish(
         [
             start(
@@ -91,7 +92,7 @@ def test_two_tasks_of_srun_check_and_train_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_come_back_on_two_nodes(tmp_path: Path) -> None:
-    port = free_port()
+    port = get_free_port()
     head = ["--nnodes", "2", "--head", f"127.0.0.1:{port}"]
     options = ["--nproc", "1", *head, "--max-restarts", "2", RESTART, str(tmp_path)]
     first = start(*options)

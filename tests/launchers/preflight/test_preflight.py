@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from typer.testing import CliRunner
 
 from comm_hooks.launchers.main import app
-from comm_hooks.launchers.network import free_port
 from tests.launchers.launch.commands import forget_launchers
 from tests.ranks import Ranks
 
@@ -54,7 +54,7 @@ def test_a_node_with_another_version_is_named_on_all_nodes(
     other = tmp_path / "deepspeed-0.0.1.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.0.1\n")
-    for code, output, errors in ranks_of(2).run(on_a_rank, free_port(), str(tmp_path)):
+    for code, output, errors in ranks_of(2).run(on_a_rank, get_free_port(), str(tmp_path)):
         assert (code, output) == (1, "")
         (line,) = (x for x in errors.splitlines() if "waiting for" not in x)
         assert line.startswith("comm-hooks preflight: deepspeed differs: ")
@@ -63,7 +63,7 @@ def test_a_node_with_another_version_is_named_on_all_nodes(
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     start = time.monotonic()
-    code, output, errors = by_hand(0, free_port(), "--timeout", "1")
+    code, output, errors = by_hand(0, get_free_port(), "--timeout", "1")
     assert (code, output) == (1, "")
     host = socket.gethostname()
     assert errors == (
@@ -73,7 +73,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_a_head_that_cannot_be_reached_is_named() -> None:
-    port = free_port()
+    port = get_free_port()
     start = time.monotonic()
     code, output, errors = by_hand(1, port, "--timeout", "1")
     assert (code, output) == (1, "")
@@ -111,7 +111,7 @@ def test_a_port_that_is_in_use_on_the_head_is_named() -> None:
     ],
 )
 def test_a_rank_finds_out_that_it_is_alone(environment: dict[str, str], complaint: str) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     code, output, errors = preflight(**environment, **where)
     assert code == (1 if complaint else 0), errors
     assert complaint in errors
