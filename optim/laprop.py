@@ -46,8 +46,7 @@ class LaProp(BatchedOptimizer):
 
     State per parameter: ``step``, a float32 number on the CPU, ``exp_avg_normalized`` (m) and
     ``exp_avg_sq`` (v) in float32.  The state of an AdamW can be loaded: its m is divided by the
-    present sqrt(v-hat) + eps, approximately LaProp's.  An AdamW that loads a state of LaProp raises
-    ``KeyError: 'exp_avg'`` in its step: it would divide m by sqrt(v-hat) again.
+    present sqrt(v-hat) + eps.  An AdamW with LaProp's state raises ``KeyError: 'exp_avg'``.
 
     Raises:
         ValueError: for hyperparameters out of range.

@@ -240,7 +240,7 @@ class Complex(nn.Module):
 def complex_parameters() -> None:
     ddp = DistributedDataParallel(Complex())
     register(ddp, "quantize", bits=2)
-    with pytest.raises(ValueError, match="complex parameters cannot be exchanged: keep real"):
+    with pytest.raises(ValueError, match="complex parameters cannot be exchanged: split them"):
         ddp(torch.ones(2, 8)).backward()
 
 

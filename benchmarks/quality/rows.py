@@ -7,9 +7,9 @@ from benchmarks.quality.runs import with_controls
 from benchmarks.quality.settings import Setting
 
 _TASKS = "python", "c", "images", "prose"
+_SMALL = "python_small", "c_small", "images_small", "prose_small"
 _UNTUNED = "perl", "perl_gru", "perl_experts"
 """Tasks that no constant of a method was chosen on."""
-_TWO = "python", "images"
 _SIGNS = "sign+local_variance_adam"
 _HOOKS = "quantize:bits=2", "identity:bits=16", "powersgd", "count_sketch"
 _WARNINGS = "topk:density=1/64", "sign"
@@ -17,6 +17,7 @@ _MUON = "low_communication:muon=true"
 _ROUNDS = (
     "diloco:local_steps=30",
     "topk:density=1/64+sparse_loco:local_steps=30",
+    "mu_lo_co:local_steps=30",
 )
 
 
@@ -25,18 +26,18 @@ def _settings(tasks: Sequence[str], ranks: int, batch: int, tokens: float) -> li
 
 
 ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
-    (_settings(_TASKS, 4, 6, 2), ("low_communication",)),
-    (_settings(_UNTUNED, 4, 6, 2), ("low_communication",)),
+    (_settings([*_TASKS, *_UNTUNED], 4, 6, 2), ("low_communication",)),
     (_settings(["python", "perl"], 4, 6, 0.5), ("low_communication",)),
-    (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12",)),
-    (_settings(_TASKS, 4, 6, 2), (_SIGNS,)),
-    (_settings(_TWO, 4, 32, 2), ("low_communication",)),
-    (_settings(["python", "python_small"], 4, 6, 2), (_MUON, "low_communication")),
-    (_settings(["c", "images"], 4, 6, 2), _HOOKS),
-    (_settings(["python"], 2, 6, 2), ("low_communication:bits=0.06",)),
-    (_settings(["python"], 4, 6, 2), _WARNINGS),
-    (_settings(["python_small"], 4, 6, 20), ("low_communication", *_ROUNDS)),
     (_settings(["images_resnet"], 4, 6, 2), ("low_communication",)),
+    (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12", _SIGNS)),
+    (_settings(["python", "images"], 4, 32, 2), ("low_communication",)),
+    (_settings(_TASKS, 4, 6, 2), (_SIGNS, *_HOOKS)),
+    (_settings(["python"], 4, 6, 2), _WARNINGS),
+    (_settings(["python", "python_small"], 4, 6, 2), ("low_communication", _MUON)),
+    (_settings(_TASKS, 2, 6, 2), ("low_communication:bits=0.06",)),
+    (_settings(_SMALL, 4, 6, 20), ("low_communication",)),
+    (_settings(["python_small"], 4, 6, 20), (_MUON, *_ROUNDS)),
+    (_settings(["python"], 16, 6, 2), ("low_communication:bits=0.12",)),
 )
 """Settings, and the methods that are trained in each of them in addition to the controls."""
 

@@ -123,10 +123,11 @@ def _methods(
     between: Mapping[str, Controls] = MappingProxyType({}),
 ) -> str:
     rows = _rows(wanted, found)
-    shares = " | ".join(f"kept, {name}" for name in ("same optimizer", *between, "AdamW"))
+    names = ["kept, same optimizer", *(f"kept, {name}" for name in between), "kept, AdamW"]
+    first = int(all(same_optimizer(method) == ADAMW for _, method in rows))  # twice the same
     return _table(
         f"method | bits | ranks | data, model | `all_reduce`{second} | `none`{second} | loss | "
-        + shares,
+        + " | ".join(names[first:]),
         (
             [
                 f"`{row[1]}`",
@@ -134,7 +135,7 @@ def _methods(
                 f"{row[0].ranks}",
                 _place(row[0])[0],
                 *_losses(row, found),
-                *_kept(row, found, list(between.values())),
+                *_kept(row, found, list(between.values()))[first:],
             ]
             for row in rows
         ),
@@ -169,7 +170,8 @@ def _optimizers(found: Found) -> str:
     for setting in sorted({setting for setting, _ in found}):
         if all((setting, name) in found for name, _ in columns):
             shown = [_mean(found[setting, name], beta1) for name, beta1 in columns]
-            rows.append([f"{setting.ranks}", *_place(setting), *shown])
+            if shown[0] != "-":
+                rows.append([f"{setting.ranks}", *_place(setting), *shown])
     header = "AdamW, 0.9 | AdamW, 0.8 | LaProp, 0.8"
     return _table(f"ranks | data, model | samples | tokens | {header}", rows)
 

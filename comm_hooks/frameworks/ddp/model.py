@@ -191,9 +191,7 @@ def gradients_in(bucket: dist.GradBucket) -> list[torch.Tensor]:  # type: ignore
     parameters = bucket.parameters()
     sizes = [p.numel() for p in parameters]
     if sum(sizes) != bucket.buffer().numel():  # DDP gives views of complex gradients as real ones
-        raise ValueError(
-            "complex parameters cannot be exchanged: keep real and imaginary parts in real ones"
-        )
+        raise ValueError("complex parameters cannot be exchanged: split them into real ones")
     pieces = bucket.buffer().split(sizes)
     return [
         piece.view(p.shape)

@@ -83,10 +83,10 @@ class AloneCheck:
     2, and samples that are read again must then be among the rows of the batch, unless padded.
 
     A difference d of a gradient of norm n passes if d < 4 sqrt(eps) max(n, C), for the coarsest
-    dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does d < n / 4 if it is
-    rounding: if as many copies of the sample have the gradient that it has in the batch.  Of 16
-    bits (and TF32) half of the norm passes, unless the loss differs by 4 sqrt(eps) or 3 shows it,
-    in which 4 eps passes, or 0.0003.
+    dtype that occurs; of B > 64 samples 64 / B times that, or a 16th.  So does a quarter of n, or
+    of the batch's median, if it is rounding: if as many copies of the sample have the gradient that
+    it has in the batch.  Of 16 bits (and TF32) half of the norm passes, unless the loss differs by
+    4 sqrt(eps) or 3 shows it, in which 4 eps passes, or 0.0003.
     A leak in a share s of the rows, over all batches, is found after 32 / s batches in expectation.
 
     Args:
@@ -195,7 +195,9 @@ class AloneCheck:
                     lambda leaf: leaf.expand(size, *leaf.shape[1:]).clone(), row
                 )
                 of_copy = _row(each.row, *self._differentiate(copies, size))
-                if not self._differ(of_copy, own, size) and not _differ(each, own, 1.0, _ROUNDING):
+                typical = float(sample_norms([g.detach().float() for g in gradients]).nanmedian())
+                is_rounding = not _differ(each, own, math.inf, _ROUNDING, typical)
+                if is_rounding and not self._differ(of_copy, own, size):
                     continue
             else:
                 pairs = zip(gradients, each.gradient, strict=True)
