@@ -32,6 +32,7 @@ ROWS: Sequence[tuple[Sequence[Setting], Sequence[str]]] = (
     (_settings(_TASKS, 8, 6, 2), ("low_communication:bits=0.12", _SIGNS)),
     (_settings(["python", "images"], 4, 32, 2), ("low_communication",)),
     (_settings(_TASKS, 4, 6, 2), (_SIGNS, *_HOOKS)),
+    (_settings(["prose"], 4, 6, 2), ("quantize:bits=4",)),
     (_settings(["python"], 4, 6, 2), _WARNINGS),
     (_settings(["python", "python_small"], 4, 6, 2), ("low_communication", _MUON)),
     (_settings(_TASKS, 2, 6, 2), ("low_communication:bits=0.06",)),
