@@ -83,8 +83,7 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
     if group not in _of_group:
         ranks = repr(dist.get_process_group_ranks(group)).encode()
         name = f"comm_hooks {group.group_name} {hashlib.sha256(ranks).hexdigest()[:16]}"
-        # Messages of earlier groups of these ranks may still be in the store.  Other ranks can have
-        # made other groups of that name, and groups in other stores.
+        # The store may have messages of earlier groups of these ranks.
         store = dist.distributed_c10d._get_default_store()
         generation = store.add(f"{name} of rank {dist.get_rank()}", 1)
         _of_group[group] = Progress(f"{name} {generation}")

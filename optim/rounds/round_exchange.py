@@ -75,9 +75,7 @@ class RoundExchange:
         """Warn of clients without a finite result, and take the server step along the mean."""
         state = self.state
         if aggregate.missing:
-            who, why = (
-                ("rank", "") if self.participation is None else ("client", "by leave_out() or ")
-            )
+            who, why = ("client", "by leave_out() or ") if self.participation else ("rank", "")
             warn_program(
                 f"round {state.round_index} of local steps: left out, {why}as values are above "
                 f"2^50 or not finite: {who} {', '.join(map(str, aggregate.missing))}; "

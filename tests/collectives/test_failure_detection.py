@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from comm_hooks import ConfigMismatchError, ErrorFeedback, Exchange, Identity, PeerError
 from comm_hooks.collectives.failure_detection import progress_of
 from comm_hooks.collectives.requests import AllGatherObject
+from comm_hooks.collectives.store import StoreGather
 from comm_hooks.collectives.torch_distributed import TorchDistributed
 from tests.ranks import CONTEXT, RanksOf
 
@@ -98,6 +100,21 @@ def go_on_after_failures() -> list[float]:
 
 def test_a_failure_that_all_have_left_behind_is_not_taken_for_the_next(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(go_on_after_failures) == [[0.5] * 3] * 2
+
+
+def test_a_rank_that_fails_after_it_has_sent_its_value_is_not_absent() -> None:
+    store = dist.HashStore()
+    store.set("0", "value")
+
+    def sends_and_fails(ranks: list[int], epoch: int) -> bool:
+        store.set("1", "value")
+        return True
+
+    failures = SimpleNamespace(has_failed=sends_and_fails)
+    gather: Any = SimpleNamespace(
+        _store=store, _ranks=[0, 1], _timeout_seconds=60.0, _failures=failures
+    )
+    StoreGather._wait(gather, ["0", "1"], 0)
 
 
 def compare_without_rank_2() -> Any:
