@@ -85,7 +85,10 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
         name = f"comm_hooks {group.group_name} {hashlib.sha256(ranks).hexdigest()[:16]}"
         # The store may have messages of earlier groups of these ranks.
         store = dist.distributed_c10d._get_default_store()
-        generation = store.add(f"{name} of rank {dist.get_rank()}", 1)
+        own = f"{name} of rank {dist.get_rank()}"
+        generation = 0
+        with suppress(TimeoutError):  # the first exchange will say that the store does not answer
+            generation = within(_LONGEST_SECONDS, lambda: store.add(own, 1))
         _of_group[group] = Progress(f"{name} {generation}")
     return _of_group[group]
 
