@@ -87,7 +87,7 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
         store = dist.distributed_c10d._get_default_store()
         own = f"{name} of rank {dist.get_rank()}"
         generation = 0
-        with suppress(TimeoutError):  # the first exchange will say that the store does not answer
+        with suppress(TimeoutError, RuntimeError):  # the first exchange will say that
             generation = within(_LONGEST_SECONDS, lambda: store.add(own, 1))
         _of_group[group] = Progress(f"{name} {generation}")
     return _of_group[group]
