@@ -24,6 +24,10 @@ from comm_hooks.errors import PeerError
 _LONGEST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 CLOSED = "the connections were closed by a failure"
+_SILENT_STORE = (
+    "the key-value store of the process group does not answer: the process that keeps it, often "
+    "rank 0, has ended, is stopped or cannot be reached"
+)
 _LATE_SECONDS = 0.5
 _NEARLY = 0.9  # the share of the timeout after which a wait has ended because of it
 # The place in the source of a library, in its error messages.
@@ -86,9 +90,10 @@ def progress_of(group: dist.ProcessGroup) -> Progress:
         # The store may have messages of earlier groups of these ranks.
         store = dist.distributed_c10d._get_default_store()
         own = f"{name} of rank {dist.get_rank()}"
-        generation = 0
-        with suppress(TimeoutError, RuntimeError):  # the first exchange will say that
-            generation = within(_LONGEST_SECONDS, lambda: store.add(own, 1))
+        try:
+            generation = within(4 * _LONGEST_SECONDS, lambda: store.add(own, 1))
+        except (TimeoutError, RuntimeError) as error:
+            raise PeerError(_SILENT_STORE) from error
         _of_group[group] = Progress(f"{name} {generation}")
     return _of_group[group]
 
@@ -185,10 +190,7 @@ class FailureDetector:
         try:
             within(2 * longest + 1, call)
         except (TimeoutError, RuntimeError):
-            return (
-                "the key-value store of the process group does not answer: the process that keeps "
-                "it, often rank 0, has ended, is stopped or cannot be reached"
-            )
+            return _SILENT_STORE
         return self._told(signed, failures)
 
     def _told(self, signed: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]) -> str:
