@@ -90,16 +90,13 @@ class StoreGather:
         return found
 
     def _wait(self, places: Sequence[str], epoch: int) -> None:
-        def absent() -> list[int]:
-            pairs = zip(self._ranks, places, strict=True)
-            return [rank for rank, place in pairs if not self._store.check([place])]
-
         until, poll = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         # Not Store.wait(): it would block all other threads of the store.
         while not self._store.check(list(places)):
-            gone = absent()
-            is_over = time.monotonic() > until or self._failures.has_failed(gone, epoch)
-            if gone and is_over and gone == absent():  # or it sent its value and failed after that
-                raise TimeoutError(f"{len(gone)} of {len(places)} ranks have sent no values")
+            is_over = time.monotonic() > until or self._failures.has_failed(self._ranks, epoch)
+            # Once more: a rank may have sent its value, and failed after that.
+            if is_over and not self._store.check(list(places)):
+                absent = sum(not self._store.check([place]) for place in places)
+                raise TimeoutError(f"{absent} of {len(places)} ranks have sent no values")
             time.sleep(poll)
             poll = min(2 * poll, _POLL_SECONDS)

@@ -141,17 +141,15 @@ class RoundsState:
             yield
             return
         was_written_to = self.model.is_written_to
-        self._show(shared)
+        for part in (self.model, self.buffers):
+            part.show() if shared else part.unshow()
         try:
             yield
         finally:
-            self._show(not shared)
+            for part in (self.model, self.buffers):
+                part.unshow() if shared else part.show()
             if not was_written_to:
                 self.model.note()
-
-    def _show(self, shared: bool) -> None:
-        for part in (self.model, self.buffers):
-            part.show() if shared else part.unshow()
 
     def require_no_round(self, call: str) -> None:
         """Raise ``ValueError`` if a round of clients is running; ``call`` is the refused method."""
