@@ -125,19 +125,24 @@ def _methods(
     rows = _rows(wanted, found)
     names = ["kept, same optimizer", *(f"kept, {name}" for name in between), "kept, AdamW"]
     first = int(all(same_optimizer(method) == ADAMW for _, method in rows))  # twice the same
+    places = [
+        [f"`{method}`", f"{setting.ranks}", _place(setting)[0], _bits((setting, method), found)]
+        for setting, method in rows
+    ]
+    # The text above a table names what all of its rows have.
+    shown = [i for i in range(4) if i == 3 or len({place[i] for place in places}) > 1]
+    heads = "method", "ranks", "data, model", "bits"
     return _table(
-        f"method | bits | ranks | data, model | `all_reduce`{second} | `none`{second} | loss | "
+        " | ".join(heads[i] for i in shown)
+        + f" | `all_reduce`{second} | `none`{second} | loss | "
         + " | ".join(names[first:]),
         (
             [
-                f"`{row[1]}`",
-                _bits(row, found),
-                f"{row[0].ranks}",
-                _place(row[0])[0],
+                *(place[i] for i in shown),
                 *_losses(row, found),
                 *_kept(row, found, list(between.values()))[first:],
             ]
-            for row in rows
+            for row, place in zip(rows, places, strict=True)
         ),
     )
 
