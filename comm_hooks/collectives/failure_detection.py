@@ -144,11 +144,7 @@ class FailureDetector:
 
     @contextmanager
     def explaining(self, epoch: int, request: Request) -> Iterator[None]:
-        """Return a context for a collective: an error in it ends the epoch.
-
-        Args:
-            epoch: the epoch of the collective.
-            request: the collective.
+        """Return a context for a collective in an epoch, which an error in it ends.
 
         Raises:
             PeerError: in place of an error of the network library, with the ranks at fault; after
@@ -218,20 +214,21 @@ class FailureDetector:
             )
         if different := different_requests({r: signed[r]["request"] for r in self._ranks}):
             reasons.append(different)
-        if not reasons:
-            return "a connection was lost, although all ranks are running"
-        return "; ".join(reasons)
+        return "; ".join(reasons) or "a connection was lost, although all ranks are running"
 
 
 def different_requests(requests: Mapping[int, str]) -> str:
     """Return in words which ranks wait for which collective; empty if all wait for the same."""
-    of_request: dict[str, list[int]] = {}
-    for rank, request in requests.items():
-        of_request.setdefault(request, []).append(rank)
-    if len(of_request) < 2:
-        return ""
-    waits = [f"{_named(ranks)} for {request}" for request, ranks in of_request.items()]
-    return f"ranks waited for different things: {', '.join(waits)}"
+    waits = [f"{ranks} for {request}" for request, ranks in ranks_by_value(requests).items()]
+    return f"ranks waited for different things: {', '.join(waits)}" if len(waits) > 1 else ""
+
+
+def ranks_by_value(values: Mapping[int, str]) -> dict[str, str]:
+    """Return in words which ranks have each value."""
+    found: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return {value: _named(ranks) for value, ranks in found.items()}
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,12 +1,14 @@
 """A transport over a ``torch.distributed`` process group."""
 
+import atexit
 import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +38,9 @@ from comm_hooks.collectives.worker import RoundWorker
 # The name since torch 2.13; older versions know only the other one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Threads of gloo take the interpreter's lock to free the tensors of a collective, perhaps after the
+# main thread has gone on, and abort the process if the interpreter has ended: they get it at exit.
+_let_threads_end_at_exit = cache(partial(atexit.register, time.sleep, 0.1))
 
 # Of all transports of a group, for blocking collectives.
 _made_early: Counter[int] = Counter()
@@ -76,6 +81,8 @@ class TorchDistributed(Transport):
         configured = dist.get_backend_config(self._group).split(",")
         self._backends = dict(pair.split(":") for pair in configured)
         self._is_gloo = self._backends.get("cpu") == "gloo"
+        if self._is_gloo:
+            _let_threads_end_at_exit()
         self.ranks_per_node = _ranks_per_node(self._group)
         self._parts: dict[Group, dist.ProcessGroup] = {}
         self._worker: RoundWorker | None = None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from comm_hooks.collectives.failure_detection import ranks_by_value
 from comm_hooks.collectives.requests import AllGatherObject, Round
 from comm_hooks.errors import ConfigMismatchError
 from comm_hooks.exchange.layout import Segment
@@ -162,10 +163,5 @@ def check_agreement(configs: Sequence[Mapping[str, Any]], ranks: Sequence[int]) 
 
 def differences(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Return in words which ranks have which value."""
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        ranks_by_value.setdefault(value, []).append(rank)
-    return "is " + ", ".join(
-        f"{value} on rank{'s' if len(having) > 1 else ''} {', '.join(map(str, having))}"
-        for value, having in ranks_by_value.items()
-    )
+    found = ranks_by_value(dict(zip(ranks, values, strict=True)))
+    return "is " + ", ".join(f"{value} on {having}" for value, having in found.items())

@@ -106,6 +106,25 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
         TorchDistributed()
 
 
+LEAVES_EARLY = """
+import time
+import torch
+import torch.distributed as dist
+from comm_hooks.collectives import TorchDistributed
+
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+transport = TorchDistributed()
+# Stands for a thread that the system has not scheduled for a moment: it needs the lock afterwards.
+work = dist.all_reduce(torch.ones(3), async_op=True)
+work.get_future().then(lambda _: time.sleep(0.03))
+"""
+
+
+def test_a_script_that_ends_while_gloo_still_works_is_not_aborted() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def can_unshare() -> bool:
     if not shutil.which("unshare"):
         return False
