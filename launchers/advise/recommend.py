@@ -147,7 +147,7 @@ def _describe_quality(shares: Sequence[Kept], network: Network) -> str:
         "where they have AdamW. The lowest and the highest of several tasks (± half the distance "
         f"between seeds), measured with {_listed(cell.ranks for cell in cells)} ranks, "
         f"{_listed(cell.tokens for cell in cells)} tokens per parameter, batches of "
-        f"{_listed(cell.batch for cell in cells)}, models of 0.17 to 0.7 M parameters. Other "
+        f"{_listed(cell.batch for cell in cells)}, models of 0.15 to 0.7 M parameters. Other "
         "models and longer trainings can differ either way: compare on your own data before a long "
         "run. '-': measured on fewer than three tasks."
     )
